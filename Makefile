@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo serve test test-all lint clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml client/pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"kvloom needs Python 3.11 to 3.13, $(PYTHON) is {v[0]}.{v[1]}; call make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt -e ./client -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/kvloom generate --serve "Explain in three sentences what a KV cache is."
+
+serve: setup
+	$(BIN)/kvloom serve
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup lint
+	$(BIN)/python -m pytest -m "not full"
+
+test-all: setup lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv build

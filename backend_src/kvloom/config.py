@@ -1,0 +1,80 @@
+"""The server's settings: one frozen object, read once from the `parameters` of llm's config.pbtxt."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvloom.errors import SettingsError
+
+NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """What an operator can set; values arrive as the strings of config.pbtxt.
+
+    Attributes:
+        model: ``default`` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder or a GGUF file.
+        device: where the model runs; ``auto`` takes the best there is.
+        weights: dtype of weights and activations; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32.
+            ``fp32`` makes activations and cache fp32 too.
+        kv_dtype: dtype of the cache; ``auto`` follows the activations.
+        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``.
+        kv_blocks: number of blocks in the pool; overrides kv_memory; 0 is off.
+        block_size: tokens per block, a power of two.
+        context_length: longest sequence in tokens; 0 takes the model's own.
+        max_batch_tokens: a step's token budget.
+        max_running: most sequences in one step.
+        max_queue: most requests waiting for admission; more are refused at once.
+        threads: CPU threads of a step; 0 takes every core.
+        test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "default"
+    device: Literal["auto", "cpu"] = "auto"
+    weights: Literal["auto", "fp32", "bf16"] = "auto"
+    kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    kv_memory: Annotated[str, Field(pattern=r"^(auto|\d+(\.\d+)?\s*([KMGT]i?B|B|%))$")] = "auto"
+    kv_blocks: NonNegative = 0
+    block_size: Positive = 32
+    context_length: NonNegative = 0
+    max_batch_tokens: Positive = 512
+    max_running: Positive = 64
+    max_queue: Positive = 1024
+    threads: NonNegative = 0
+    test_fail_after_tokens: NonNegative = 0
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, str]) -> "Settings":
+        """Read settings from strings.
+
+        Raises:
+            SettingsError: naming the setting and what it takes.
+        """
+        unknown = sorted(set(parameters) - set(cls.model_fields))
+        if unknown:
+            raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(cls.model_fields)}")
+        try:
+            settings = cls.model_validate(dict(parameters))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise SettingsError(f"setting {name}={parameters[name]!r}: {first['msg']}") from error
+        if settings.weights == "fp32" and settings.kv_dtype == "bf16":
+            raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
+        if settings.max_batch_tokens < settings.max_running:
+            raise SettingsError(
+                f"setting max_batch_tokens={settings.max_batch_tokens}: must be at least max_running "
+                f"({settings.max_running}), so that every running sequence can decode in every step"
+            )
+        return settings

@@ -1,0 +1,1 @@
+"""Streaming clients for kvloom models on Triton Inference Server."""
