@@ -1,5 +1,6 @@
 """The nouns everything shares: what a request, a sequence and a step are. No tensors here."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,16 +94,20 @@ class Sequence:
         request: what was asked.
         tokens: prompt and generated token ids.
         computed: how many leading tokens have their KV in ``blocks``.
+        seed: the request's, or a random one: every draw is a function of seed and position.
         blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
     """
 
     request: Request
     tokens: list[int] = field(init=False)
+    seed: int = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        asked = self.request.params.seed
+        self.seed = secrets.randbits(64) if asked is None else asked
 
     @property
     def generated(self) -> int:

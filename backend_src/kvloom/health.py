@@ -1,0 +1,57 @@
+"""The health endpoint: GET /health/ready answers 200 or 503."""
+
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from kvloom.errors import LaunchError
+
+
+class HealthEndpoint:
+    """Serves ``/health/ready`` on 127.0.0.1 from a thread of its own until it is closed."""
+
+    def __init__(self, port: int, is_ready: Callable[[], bool]):
+        """Start serving.
+
+        Args:
+            port: TCP port to listen on.
+            is_ready: asked at every request, from any thread.
+
+        Raises:
+            LaunchError: the port can't be taken.
+        """
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # seconds a silent peer may hold a thread
+
+            def do_GET(self) -> None:  # noqa: N802 - the name is http.server's
+                if self.path != "/health/ready":
+                    self._answer(HTTPStatus.NOT_FOUND, "not found\n")
+                elif is_ready():
+                    self._answer(HTTPStatus.OK, "ready\n")
+                else:
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
+
+            def _answer(self, status: HTTPStatus, text: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; charset=utf-8")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing: a probe every second is no news."""
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise LaunchError(f"health endpoint: port {port}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

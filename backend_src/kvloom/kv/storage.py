@@ -1,0 +1,23 @@
+"""The memory behind the block pool."""
+
+import torch
+
+from kvloom.kv.codec import BlockGeometry, LayerCache, PlainCodec
+
+SLAB_BLOCKS = 16
+"""Blocks per slab: small enough to hand slabs between codecs, large enough that a codec's remainder is little."""
+
+
+class Storage:
+    """One run of bytes, divided into slabs; a slab holds blocks of one codec.
+
+    A block id counts in units of its codec's block size from the start of the memory, so that every kernel needs one
+    base pointer per layer whichever slabs a codec owns. With one codec it owns every slab.
+    """
+
+    def __init__(self, codec: PlainCodec, geometry: BlockGeometry, blocks: int, device: torch.device):
+        self.slab_bytes = SLAB_BLOCKS * codec.block_bytes(geometry)
+        size = blocks * codec.block_bytes(geometry)
+        # zeroed: a masked row of a fresh block times NaN would be NaN; untouched pages cost no memory until used
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.layers: list[LayerCache] = codec.layers(self.memory, geometry)

@@ -1,0 +1,53 @@
+"""Attention over the paged cache."""
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of a flat batch of prefill chunks and decodes, each against its own blocks.
+
+    The queries of sequence b are the last ones of its ``seq_lens[b]`` tokens, whose keys and values are all in the
+    cache already. Sequences are computed one by one and in fp32, so that an answer does not depend on its neighbours.
+
+    Args:
+        q: [T, heads, head_dim].
+        k_cache: [blocks, kv_heads, block_size, head_dim], any float dtype.
+        v_cache: like ``k_cache``.
+        block_tables: int32 [B, M]; entries past a sequence's length are not read.
+        query_starts: int32 [B + 1], offsets into T.
+        seq_lens: int32 [B], this step's tokens included.
+        scale: factor on the scores.
+
+    Returns:
+        [T, heads, head_dim] in q's dtype.
+    """
+    kv_heads, block_size, head_dim = k_cache.shape[1:]
+    group = q.shape[1] // kv_heads
+    out = torch.empty_like(q)
+    starts = query_starts.tolist()
+    for b, length in enumerate(seq_lens.tolist()):
+        start, end = starts[b], starts[b + 1]
+        count = end - start
+        blocks = block_tables[b, : -(-length // block_size)]
+        k, v = (
+            cache.index_select(0, blocks).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length].float()
+            for cache in (k_cache, v_cache)
+        )
+        # [kv_heads, count * group, head_dim]: the queries that share a KV head are rows of one product
+        rows = q[start:end].view(count, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        scores = torch.matmul(rows.float() * scale, k.transpose(1, 2))
+        if count > 1:
+            positions = torch.arange(length - count, length, device=q.device).repeat_interleave(group)
+            future = torch.arange(length, device=q.device) > positions[:, None]
+            scores.masked_fill_(future, float("-inf"))
+        mixed = torch.matmul(scores.softmax(-1), v)
+        out[start:end] = mixed.view(kv_heads, count, group, head_dim).transpose(0, 1).reshape(count, -1, head_dim)
+    return out

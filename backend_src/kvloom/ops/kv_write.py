@@ -1,0 +1,40 @@
+"""Rotary position embedding and the write of new keys and values into the paged cache."""
+
+import torch
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries and keys, store keys and values at their slots, return the queries.
+
+    RoPE (Su et al., 2021) in the half-split form of the Llama checkpoints: dimension i turns with i + head_dim / 2.
+
+    Args:
+        qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys and values of each token side by side.
+        cos_sin: fp32 [positions, head_dim], cosines then sines of the head_dim / 2 frequencies.
+        positions: int64 [T], absolute.
+        slots: int64 [T], block id * block_size + offset in the block.
+        k_cache: [blocks, kv_heads, block_size, head_dim], written in place.
+        v_cache: like ``k_cache``.
+
+    Returns:
+        Rotated queries [T, heads, head_dim] in qkv's dtype.
+    """
+    kv_heads, block_size, head_dim = k_cache.shape[1:]
+    tokens = qkv.shape[0]
+    half = head_dim // 2
+    qkv = qkv.view(tokens, -1, head_dim)
+    heads = qkv.shape[1] - 2 * kv_heads
+    cos, sin = cos_sin[positions][:, None].split(half, -1)
+    first, second = qkv[:, : heads + kv_heads].float().split(half, -1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    block, offset = slots // block_size, slots % block_size
+    k_cache[block, :, offset] = rotated[:, heads:].to(k_cache.dtype)
+    v_cache[block, :, offset] = qkv[:, heads + kv_heads :].to(v_cache.dtype)
+    return rotated[:, :heads].to(qkv.dtype)

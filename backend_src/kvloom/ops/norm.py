@@ -1,0 +1,23 @@
+"""Residual add and RMS normalization."""
+
+import torch
+
+
+def add_rms_norm(
+    residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a layer's output to the residual stream and normalize the sum (Zhang and Sennrich, 2019).
+
+    Args:
+        residual: fp32 [T, hidden].
+        update: [T, hidden] of any float dtype, or None where there is nothing to add yet.
+        weight: [hidden]; its dtype is that of the normalized result.
+        eps: added to the mean of squares.
+
+    Returns:
+        (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]).
+    """
+    if update is not None:
+        residual = residual + update
+    normed = torch.nn.functional.rms_norm(residual, weight.shape, weight.float(), eps)
+    return normed.to(weight.dtype), residual

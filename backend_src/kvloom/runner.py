@@ -1,0 +1,50 @@
+"""A step's tensors: from slices of sequences to the next token of each."""
+
+import numpy as np
+import torch
+
+from kvloom.kv.storage import Storage
+from kvloom.models.decoder import Batch, Decoder
+from kvloom.request import Slice
+from kvloom.sampler import choose
+
+
+class Runner:
+    """Joins the model, the cache's memory and the sampler."""
+
+    def __init__(self, decoder: Decoder, storage: Storage, block_size: int):
+        self._decoder = decoder
+        self._storage = storage
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def run(self, slices: list[Slice]) -> list[int]:
+        """Compute the slices; return the sampled token of each slice that reaches its last known token, in order."""
+        sampled = [piece.sequence for piece in slices if piece.samples]
+        batch = build_batch(slices, self._block_size)
+        logits = self._decoder.forward(batch, self._storage.layers)
+        return choose(logits, sampled) if sampled else []
+
+
+def build_batch(slices: list[Slice], block_size: int) -> Batch:
+    """Flatten slices into a batch; their sequences' block tables must reach their ends."""
+    counts = np.array([piece.count for piece in slices])
+    starts = np.zeros(len(slices) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    ends = np.array([piece.start + piece.count for piece in slices], dtype=np.int32)
+    tables = np.zeros((len(slices), max(len(piece.sequence.blocks) for piece in slices)), dtype=np.int32)
+    for row, piece in enumerate(slices):
+        tables[row, : len(piece.sequence.blocks)] = piece.sequence.blocks
+    tokens = np.concatenate([piece.sequence.tokens[piece.start : piece.start + piece.count] for piece in slices])
+    row_of = np.repeat(np.arange(len(slices)), counts)
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], counts) + np.repeat(ends - counts, counts)
+    slots = tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return Batch(
+        tokens=torch.from_numpy(tokens.astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(ends),
+        block_tables=torch.from_numpy(tables),
+        logit_rows=torch.from_numpy(starts[1:][[piece.samples for piece in slices]].astype(np.int64) - 1),
+    )
