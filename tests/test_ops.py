@@ -1,0 +1,136 @@
+"""Each op against float64 arithmetic written out plainly, at odd sizes, with poisoned memory around its data."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.ops.activation import silu_mul
+from kvloom.ops.attention import paged_attention
+from kvloom.ops.kv_write import rope_kv_write
+from kvloom.ops.linear import PackedLinear
+from kvloom.ops.norm import add_rms_norm
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(1)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    scale = expected.abs().max().item()
+    assert (actual.double() - expected).abs().max().item() <= TOLERANCE[dtype] * max(scale, 1.0)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [t, H, D] are the last tokens of k, v [L, Hkv, D]; float64, one query and head at a time."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for i in range(q.shape[0]):
+        visible = k.shape[0] - q.shape[0] + i + 1
+        for head in range(q.shape[1]):
+            scores = k[:visible, head // group] @ q[i, head] * scale
+            out[i, head] = torch.softmax(scores, 0) @ v[:visible, head // group]
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 4, 16, 8), (9, 3, 64, 16), (8, 1, 80, 32)]
+)
+def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
+    # (tokens in the cache after this step, of which this step's): decodes, whole prompts, chunks, block edges
+    shapes = [(1, 1), (block_size, 1), (block_size + 1, 1), (37, 5), (33, 33), (2 * block_size, block_size)]
+    blocks_of = [-(-length // block_size) for length, _ in shapes]
+    free = torch.randperm(sum(blocks_of) + 3).tolist()
+    cache = torch.full((2, len(free), kv_heads, block_size, head_dim), math.nan, dtype=dtype)
+    tables = torch.full((len(shapes), max(blocks_of) + 2), 999_999, dtype=torch.int32)
+    starts, expected, queries = [0], [], []
+    scale = head_dim**-0.5
+    for row, ((length, count), blocks) in enumerate(zip(shapes, blocks_of, strict=True)):
+        table = [free.pop() for _ in range(blocks)]
+        tables[row, :blocks] = torch.tensor(table)
+        # past its end a sequence's last block holds what an earlier one left: numbers, but not its own
+        cache[:, table] = 1e3
+        k, v = torch.randn(2, length, kv_heads, head_dim).to(dtype)
+        for position in range(length):
+            cache[0, table[position // block_size], :, position % block_size] = k[position]
+            cache[1, table[position // block_size], :, position % block_size] = v[position]
+        q = torch.randn(count, heads, head_dim).to(dtype)
+        queries.append(q)
+        expected.append(attend(q.double(), k.double(), v.double(), scale))
+        starts.append(starts[-1] + count)
+    lengths = torch.tensor([length for length, _ in shapes], dtype=torch.int32)
+    starts_tensor = torch.tensor(starts, dtype=torch.int32)
+    together = paged_attention(torch.cat(queries), cache[0], cache[1], tables, starts_tensor, lengths, scale)
+    close(together, torch.cat(expected), dtype)
+    for row, q in enumerate(queries):
+        alone = paged_attention(
+            q, cache[0], cache[1], tables[row : row + 1], torch.tensor([0, len(q)]), lengths[row : row + 1], scale
+        )
+        assert torch.equal(alone, together[starts[row] : starts[row + 1]]), "an answer depends on its neighbours"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_kv_write(dtype):
+    heads, kv_heads, head_dim, block_size, tokens = 6, 2, 20, 4, 7
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    positions = torch.tensor([0, 5, 6, 7, 3, 100, 31])
+    slots = torch.tensor([3, 9, 10, 11, 0, 21, 30])
+    frequency = 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.outer(np.arange(128), frequency)
+    cos_sin = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], 1)).float()
+    k_cache, v_cache = torch.full((2, 8, kv_heads, block_size, head_dim), math.nan).to(dtype)
+    q = rope_kv_write(qkv, cos_sin, positions, slots, k_cache, v_cache)
+
+    x = qkv.double().view(tokens, -1, head_dim).numpy()
+    # the pair (i, i + half) is a complex number that turns by position * frequency
+    pairs = x[..., : head_dim // 2] + 1j * x[..., head_dim // 2 :]
+    turned = pairs * np.exp(1j * np.outer(positions.numpy(), frequency))[:, None]
+    rotated = torch.from_numpy(np.concatenate([turned.real, turned.imag], -1))
+    close(q, rotated[:, :heads], dtype)
+    for token, slot in enumerate(slots.tolist()):
+        close(k_cache[slot // block_size, :, slot % block_size], rotated[token, heads : heads + kv_heads], dtype)
+        written = v_cache[slot // block_size, :, slot % block_size]
+        assert torch.equal(written, qkv.view(tokens, -1, head_dim)[token, heads + kv_heads :])
+    assert int(k_cache[:, 0, :, 0].isnan().logical_not().sum()) == tokens, "slots that belong to nobody were written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 37, 576])
+def test_add_rms_norm(dtype, hidden):
+    residual, update = torch.randn(5, hidden) * 30, torch.randn(5, hidden).to(dtype)
+    weight = torch.randn(hidden).to(dtype)
+    normed, total = add_rms_norm(residual, update, weight, 1e-5)
+    expected = residual.double() + update.double()
+    close(total, expected, torch.float32)
+    close(normed, expected / (expected.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)
+    assert normed.dtype == dtype
+    first, unchanged = add_rms_norm(residual, None, weight, 1e-5)
+    assert torch.equal(unchanged, residual)
+    alone = residual.double()
+    close(first, alone / (alone.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype):
+    gate_up = (torch.randn(3, 2 * 37) * 8).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    close(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (48, 1536), (7, 33)])
+def test_packed_linear(dtype, out_features, in_features):
+    weight, x = torch.randn(out_features, in_features).to(dtype), torch.randn(65, in_features).to(dtype)
+    linear = PackedLinear(weight)
+    whole = linear(x)
+    expected = x.double() @ weight.double().T
+    assert (whole.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    # what a row gives must not depend on how many rows there are
+    for rows in (1, 2, 3, 8, 17, 32, 64):
+        assert torch.equal(linear(x[:rows].contiguous()), whole[:rows]), rows
