@@ -53,12 +53,12 @@ def assemble(settings: Settings) -> Assembly:
     blocks = settings.kv_blocks or pool_blocks(settings.kv_memory, codec.block_bytes(geometry), most)
     pool = BlockPool(blocks, settings.block_size)
 
-    decoder = Decoder(spec, files.load(), dtype)
+    decoder = Decoder(spec, files.load(dtype), dtype)
     storage = Storage(codec, geometry, blocks, torch.device("cpu"))
     runner = Runner(decoder, storage, settings.block_size)
     scheduler = Scheduler(pool, settings.max_running, settings.max_batch_tokens)
     limits = Limits(context, settings.max_queue, settings.test_fail_after_tokens)
-    tokenizer = files.tokenizer()
+    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer)
 
 

@@ -3,8 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.kv.blocks import BlockPool
@@ -43,7 +42,7 @@ class Stats:
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    finished: Mapping[str, int] = MappingProxyType({})
+    finished: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             prompt_tokens=self._tokens["prompt"],
             generated_tokens=self._tokens["generated"],
-            finished=MappingProxyType(dict(self._finished)),
+            finished=dict(self._finished),
         )
 
     def _commit(self, sequence: Sequence, token: int) -> None:

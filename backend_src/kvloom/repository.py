@@ -29,37 +29,41 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     return settings
 
 
-def load_config(repository: Path, changes: Mapping[str, str]) -> ModelConfig:
-    """llm's configuration with changed settings; ``model`` becomes the absolute path of a file or folder.
+class ModelRepository:
+    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it."""
 
-    Fetches the default model if it is wanted and not in the cache yet.
+    def __init__(self, settings: Mapping[str, str], source: Path = SOURCE):
+        """Check the settings and find the model; the default model is fetched unless it is in the cache.
 
-    Raises:
-        LaunchError: there is no such repository, or its config can't be read.
-        SettingsError: a setting is unknown or malformed.
-        ModelError: the model does not exist or could not be fetched.
-    """
-    path = repository / "llm" / "config.pbtxt"
-    if not path.is_file():
-        raise LaunchError(
-            f"no model repository at {repository}: {path} is missing; name it with --model-repository DIR"
-        )
-    try:
-        config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
-    except text_format.ParseError as error:
-        raise LaunchError(f"{path}: {error}") from error
-    parameters = {key: value.string_value for key, value in config.parameters.items()} | dict(changes)
-    settings = Settings.parse(parameters)
-    parameters["model"] = str(_resolve_model(settings.model))
-    for key, value in parameters.items():
-        config.parameters[key].string_value = value
-    return config
+        Args:
+            settings: what to change in the ``parameters`` of llm's config.pbtxt.
+            source: the repository to copy.
 
+        Raises:
+            LaunchError: there is no repository at ``source``, or its config can't be read.
+            SettingsError: a setting is unknown or malformed.
+            ModelError: the model does not exist or could not be fetched.
+        """
+        self._source = source
+        path = source / "llm" / "config.pbtxt"
+        if not path.is_file():
+            raise LaunchError(
+                f"no model repository at {source}: {path} is missing; name the right one with --model-repository DIR"
+            )
+        try:
+            self._config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+        except text_format.ParseError as error:
+            raise LaunchError(f"{path}: {error}") from error
+        parameters = {key: value.string_value for key, value in self._config.parameters.items()} | dict(settings)
+        # the server may run elsewhere and is not to fetch anything: it gets the path
+        parameters["model"] = str(_resolve_model(Settings.parse(parameters).model))
+        for key, value in parameters.items():
+            self._config.parameters[key].string_value = value
 
-def write(repository: Path, config: ModelConfig, target: Path) -> None:
-    """Copy ``repository`` to ``target``, which does not exist yet, with ``config`` for llm."""
-    shutil.copytree(repository, target, ignore=shutil.ignore_patterns("__pycache__"))
-    (target / "llm" / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
+    def write(self, target: Path) -> None:
+        """Write the repository to ``target``, which must not exist yet."""
+        shutil.copytree(self._source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        (target / "llm" / "config.pbtxt").write_text(text_format.MessageToString(self._config), encoding="utf-8")
 
 
 def _resolve_model(model: str) -> Path:

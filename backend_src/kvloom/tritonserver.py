@@ -113,6 +113,6 @@ def _libpython_directory() -> Path:
     if find_library(f"python{version}") == name:
         return beside[0]  # the linker finds it without help
     raise LaunchError(
-        f"{name} not found (looked in {beside[0]}, {beside[1]} and the linker's own paths): Triton's Python backend needs "
-        f"it. Install it (Debian and Ubuntu: apt install libpython{version}; pyenv: build with --enable-shared)"
+        f"{name} not found (looked in {beside[0]}, {beside[1]} and the linker's own paths): Triton's Python backend "
+        f"needs it. Install it (Debian and Ubuntu: apt install libpython{version}; pyenv: build with --enable-shared)"
     )

@@ -1,0 +1,54 @@
+"""Chat messages: reading them from a request and writing them out with the model's chat template."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from kvloom.errors import InvalidArgument
+
+Message = dict[str, Any]
+
+# What code in a template raises when it meets a message it was not written for, besides Jinja's own errors
+_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+def parse_messages(text: str) -> list[Message]:
+    """Read the ``messages`` input: a JSON list of objects with a role and a content.
+
+    Other keys of a message are left for the template.
+
+    Raises:
+        InvalidArgument: not JSON, an empty list, or a message without a string role and content; says which.
+    """
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("messages", f"not valid JSON: {error}") from error
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument("messages", 'must be a non-empty JSON list like [{"role": "user", "content": "Hello"}]')
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidArgument("messages", f"message {index} must be an object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidArgument("messages", f"message {index}: {key} must be a string")
+    return messages
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
+    """Write messages out with the model's chat template, up to where the assistant's answer begins.
+
+    Raises:
+        InvalidArgument: the model has no template, or the template refuses these messages, in the template's words.
+    """
+    if not tokenizer.chat_template:
+        raise InvalidArgument("messages", "this model has no chat template; send text_input instead")
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InvalidArgument("messages", f"refused by the model's chat template: {error}") from error
+    except _TEMPLATE_FAULTS as error:
+        raise InvalidArgument("messages", f"the model's chat template can't render them: {error}") from error

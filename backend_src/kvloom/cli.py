@@ -1,0 +1,177 @@
+"""The ``kvloom`` command. What a command needs is imported inside it, so that ``--help`` comes at once."""
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom.errors import KvloomError
+from kvloom.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from kvloom.launch import Server
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 100},
+)
+
+Model = Annotated[str | None, typer.Option(help="A Hugging Face folder, a GGUF file or 'default'.", metavar="PATH")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="A server setting.", metavar="KEY=VALUE")]
+Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritonserver to start.", metavar="PATH")]
+Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
+LogFile = Annotated[Path | None, typer.Option(help="Where tritonserver's output goes.", metavar="FILE")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show tritonserver's output on stderr.")]
+
+
+@app.callback()
+def kvloom() -> None:
+    """Large language models inside NVIDIA Triton Inference Server."""
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port, here and below.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
+    health_port: Annotated[int, typer.Option(min=0, max=65535, help="GET /health/ready: 200 or 503.")] = 8003,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    log_file: LogFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Start tritonserver and watch it until Ctrl-C or SIGTERM."""
+    from kvloom.ports import Ports
+
+    ports = Ports(http_port, grpc_port, metrics_port, health_port)
+    with Interrupts() as interrupts:
+        try:
+            with _start(
+                interrupts,
+                model,
+                assignments,
+                model_repository,
+                ports=ports,
+                binary=binary,
+                log_file=log_file,
+                verbose=verbose,
+            ) as server:
+                addresses = (f"{name}={server.ports.address(name)}" for name in ("http", "grpc", "metrics", "health"))
+                print("kvloom ready", *addresses, flush=True)
+                while not interrupts.event.wait(0.2):
+                    server.check()
+                print("kvloom: stopping", file=sys.stderr)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Sent as a chat message of the user.")],
+    url: Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")] = "127.0.0.1:8001",
+    serve: Annotated[bool, typer.Option("--serve", help="Start a server for this one answer.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT as it is, without the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    model: Model = None,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    verbose: Verbose = False,
+) -> None:
+    """Stream one answer to the terminal; its speed goes to stderr. Ctrl-C interrupts it.
+
+    --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
+    """
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
+    request: dict[str, Any] = {"text_input": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    request["sampling_parameters"] = {key: value for key, value in sampling.items() if value is not None}
+    with Interrupts() as interrupts, ExitStack() as stack:
+        try:
+            if serve:
+                server = stack.enter_context(
+                    _start(interrupts, model, assignments, model_repository, binary=binary, verbose=verbose)
+                )
+                url = server.grpc_url
+            with interrupts.raising():
+                _print_answer(url, request)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+def main() -> None:
+    """Run the command; what kvloom or its client raises on purpose becomes a message and exit code 1."""
+    try:
+        app()
+    except KvloomError as error:
+        _fail(error)
+
+
+def _start(
+    interrupts: Interrupts,
+    model: str | None,
+    assignments: list[str] | None,
+    source: Path | None,
+    **options: Any,
+) -> "Server":
+    from rich.console import Console
+
+    from kvloom.launch import Server
+    from kvloom.repository import SOURCE, ModelRepository, parse_assignments
+
+    settings = parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
+    with interrupts.raising():
+        repository = ModelRepository(settings, source or SOURCE)
+    if options.get("verbose"):
+        return Server.start(repository, stop=interrupts.event, **options)
+    with Console(stderr=True).status("starting tritonserver"):
+        return Server.start(repository, stop=interrupts.event, **options)
+
+
+def _print_answer(url: str, request: dict[str, Any]) -> None:
+    from kvloom_client import Client, KvloomClientError
+
+    start = time.perf_counter()
+    first = last = None
+    tokens = 0
+    try:
+        with Client(url) as client, client.stream(**request) as stream:
+            try:
+                for chunk in stream:
+                    last = time.perf_counter()
+                    first = first or last
+                    tokens += chunk.num_output_tokens
+                    sys.stdout.write(chunk.text)
+                    sys.stdout.flush()
+            finally:
+                if first is not None:
+                    print(flush=True)
+    except KvloomClientError as error:
+        _fail(error)
+    finally:
+        if first is not None and last is not None:
+            speed = f", {(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 and last > first else ""
+            print(f"first token after {(first - start) * 1000:.0f} ms, {tokens} tokens{speed}", file=sys.stderr)
+
+
+def _fail(error: Exception) -> None:
+    print(f"kvloom: {error}", file=sys.stderr)
+    raise SystemExit(1)

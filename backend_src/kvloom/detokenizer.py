@@ -1,0 +1,167 @@
+"""Token ids to text, one token at a time: the joined texts equal one whole decode of the ids, special tokens skipped.
+
+Each kind of decoder in a ``tokenizers.Tokenizer`` that streams has its own small class here; a decoder that is not one
+of them is refused when the model is loaded, never approximated.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+
+from kvloom.errors import ModelError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """The text of one answer, as its tokens come."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that is certain now (whole characters only)."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the answer: bytes that never became a character as U+FFFD."""
+        ...
+
+
+def detokenizer_factory(backend: Backend) -> Callable[[], Detokenizer]:
+    """Prepare the tables of a tokenizer's decoder once; the result makes one detokenizer per answer.
+
+    Raises:
+        ModelError: the tokenizer's decoder is of a kind that can't be streamed exactly.
+    """
+    tokens = _plain_tokens(backend)
+    decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+    steps = _flatten(decoder)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        byte_pieces = [None if token is None else _byte_level_bytes(token) for token in tokens]
+        return lambda: ByteLevelDetokenizer(byte_pieces)
+    if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP]):
+        pieces = [None if token is None else _sentencepiece_piece(token) for token in tokens]
+        return lambda: SentencePieceDetokenizer(pieces, strip=bool(steps[3:]))
+    names = " + ".join(step["type"] for step in steps) or "none"
+    raise ModelError(
+        f"tokenizer decoder {names} is not supported; supported: ByteLevel, and SentencePiece's "
+        f"Replace(\N{LOWER ONE EIGHTH BLOCK}, space) + ByteFallback + Fuse with or without Strip(space, 1)"
+    )
+
+
+class ByteLevelDetokenizer:
+    """Byte-level BPE: a token is some bytes, the text is their UTF-8, undecodable bytes replaced.
+
+    Python's incremental decoder replaces each maximal ill-formed part by one U+FFFD, as Unicode recommends (Unicode 16,
+    section 3.9) and Rust's lossy decoding in ``tokenizers`` does, and holds back a part that may still become whole.
+    """
+
+    __slots__ = ("_pieces", "_utf8")
+
+    def __init__(self, pieces: Sequence[bytes | None]):
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See :class:`Detokenizer`."""
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
+        return self._utf8.decode(piece) if piece else ""
+
+    def flush(self) -> str:
+        """See :class:`Detokenizer`."""
+        return self._utf8.decode(b"", True)
+
+
+class SentencePieceDetokenizer:
+    """SentencePiece with byte fallback: a token is text, or one byte of a character that the vocabulary lacks.
+
+    A run of byte tokens is all valid UTF-8 or becomes one U+FFFD per byte (that is how ``tokenizers`` decodes it), so
+    nothing of a run is certain before it ends.
+    """
+
+    __slots__ = ("_pieces", "_run", "_strip")
+
+    def __init__(self, pieces: Sequence[str | int | None], strip: bool):
+        self._pieces = pieces
+        self._run = bytearray()
+        self._strip = strip
+
+    def push(self, token_id: int) -> str:
+        """See :class:`Detokenizer`."""
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
+        if piece is None:  # skipped before decoding, so it does not end a run either
+            return ""
+        if isinstance(piece, int):
+            self._run.append(piece)
+            return ""
+        return self._without_first_space(self._end_run() + piece if self._run else piece)
+
+    def flush(self) -> str:
+        """See :class:`Detokenizer`."""
+        return self._without_first_space(self._end_run())
+
+    def _end_run(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return _REPLACEMENT * len(run)
+
+    def _without_first_space(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+_SENTENCEPIECE: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "\N{LOWER ONE EIGHTH BLOCK}"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+    return [decoder]
+
+
+def _plain_tokens(backend: Backend) -> list[str | None]:
+    """Spelling of every id; None for special tokens and gaps, which a decode skips."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    tokens: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        if token not in special:
+            tokens[token_id] = token
+    return tokens
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable spelling of bytes (``bytes_to_unicode`` in openai/gpt-2's encoder.py), reversed."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:  # an added token spelled as plain text: it stands for itself, as in ``tokenizers``
+        return token.encode()
+
+
+def _sentencepiece_piece(token: str) -> str | int:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return int(byte[1], 16) if byte else token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")

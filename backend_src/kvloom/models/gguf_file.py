@@ -1,0 +1,214 @@
+"""A GGUF file: memory-mapped, its metadata as plain values, its tensors dequantized one at a time."""
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+
+from kvloom.errors import ModelError
+from kvloom.models.families import Family, gguf_family
+from kvloom.models.fields import typed
+from kvloom.models.spec import LinearScaling, ModelSpec, RopeScaling, tensor_shapes
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_ADVICE = "download or convert it again"
+
+
+class GgufFile:
+    """One GGUF file.
+
+    Attributes:
+        path: the file.
+        kind: ``gguf``.
+        metadata: every key as a plain Python value, the tokenizer's arrays as lists.
+        spec: the model's shape.
+        shapes: shape of every tensor in the file; by canonical name, or by its own where the family knows none.
+
+    Raises:
+        ModelError: if the file is broken or of an unsupported kind. The message does not name the path.
+    """
+
+    kind: Literal["gguf"] = "gguf"
+
+    def __init__(self, path: Path):
+        self.path = path
+        reader = _read(path)
+        self.metadata: dict[str, Any] = _metadata(reader)
+        self._family = gguf_family(self.metadata)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        factors = tensors.pop(_ROPE_FACTORS, None)
+        self.spec = _spec(self.metadata, self._family, tensors, None if factors is None else _values(factors))
+        names = _canonical_names(self.spec, self._family)
+        self._tensors = {
+            names.get(name, name): tensor
+            for name, tensor in tensors.items()
+            if not name.endswith(self._family.gguf_ignored)
+        }
+        self.shapes = {name: _shape(tensor) for name, tensor in self._tensors.items()}
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Canonical name and weight, one at a time, in ``dtype`` and in memory of its own.
+
+        Raises:
+            ModelError: if a tensor is quantized in a way that can't be undone here.
+        """
+        for name, tensor in self._tensors.items():
+            heads = self._interleaved_heads(name)
+            data = tensor.data if heads is None else _halves(tensor.data, heads)
+            yield name, torch.from_numpy(_values(tensor, data)).to(dtype)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        if self._family.gguf_permutes_qk:
+            if name.endswith("self_attn.q_proj.weight"):
+                return self.spec.n_heads
+            if name.endswith("self_attn.k_proj.weight"):
+                return self.spec.n_kv_heads
+        return None
+
+
+class _Reader(gguf.GGUFReader):
+    """The library's reader with arrays read in one go: it makes views of the memory map for every single entry.
+
+    That takes seconds for the entries of a vocabulary. ``ReaderField.contents()`` works on either form.
+    """
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[np.ndarray], list[int], list[gguf.GGUFValueType]]:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        start = orig_offs + 12
+        if kind == gguf.GGUFValueType.STRING:
+            size, parts = self._strings(start, count)
+        elif kind in self.gguf_scalar_to_np:
+            values = self._get(start, self.gguf_scalar_to_np[kind], count)
+            if len(values) != count:
+                raise ValueError(f"an array of {count} entries ends after {len(values)}")
+            size, parts = values.nbytes, [values]
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return 12 + size, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, kind]
+
+    def _strings(self, start: int, count: int) -> tuple[int, list[np.ndarray]]:
+        data = np.asarray(self.data)  # slices of a plain array are many times cheaper than those of a memmap
+        length_at = struct.Struct("<Q").unpack_from
+        buffer, parts, offset = data.data, [], start
+        for _ in range(count):
+            (length,) = length_at(buffer, offset)
+            parts.append(data[offset + 8 : offset + 8 + length])
+            offset += 8 + length
+        return offset - start, parts
+
+
+def _read(path: Path) -> _Reader:
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+        if head[:4] != b"GGUF":
+            raise ModelError("not a GGUF file; --model takes a GGUF file or a Hugging Face folder")
+        version = int.from_bytes(head[4:], "little")
+        if version not in (2, 3):
+            raise ModelError(f"GGUF version {version} is not supported, only 2 and 3 (little endian); {_ADVICE}")
+        return _Reader(path)
+    except OSError as error:
+        raise ModelError(f"can't be read: {error.strerror}") from error
+    # what the library raises when it runs past the end or into values that make no sense
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        raise ModelError(f"a truncated or corrupt GGUF file ({error}); {_ADVICE}") from error
+
+
+def _metadata(reader: _Reader) -> dict[str, Any]:
+    try:
+        metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"corrupt GGUF metadata ({error}); {_ADVICE}") from error
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError("one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
+    return metadata
+
+
+def _spec(
+    metadata: Mapping[str, Any], family: Family, tensors: Mapping[str, Any], factors: np.ndarray | None
+) -> ModelSpec:
+    arch = family.gguf_name
+
+    def integer(key: str, default: int | None = None) -> int:
+        return typed(metadata, f"{arch}.{key}", int, default)
+
+    hidden, heads = integer("embedding_length"), integer("attention.head_count")
+    if heads < 1 or hidden % heads and f"{arch}.attention.key_length" not in metadata:
+        raise ModelError(f"{arch}.embedding_length={hidden} is not a multiple of {arch}.attention.head_count={heads}")
+    head_dim = integer("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if integer(key, head_dim) != head_dim:
+            raise ModelError(f"{arch}.{key}={integer(key)} is not supported; kvloom serves only head_dim ({head_dim})")
+    return ModelSpec(
+        family=family.name,
+        n_layers=integer("block_count"),
+        hidden_size=hidden,
+        n_heads=heads,
+        n_kv_heads=integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        intermediate_size=integer("feed_forward_length"),
+        # older files leave it out
+        vocab_size=integer("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
+        context_length=integer("context_length"),
+        norm_eps=_decimal(typed(metadata, f"{arch}.attention.layer_norm_rms_epsilon", float)),
+        rope_theta=_decimal(typed(metadata, f"{arch}.rope.freq_base", float, 10_000.0)),
+        rope_scaling=_rope_scaling(metadata, arch, factors),
+        tied_embeddings="output.weight" not in tensors,
+    )
+
+
+def _rope_scaling(metadata: Mapping[str, Any], arch: str, factors: np.ndarray | None) -> RopeScaling | None:
+    key = f"{arch}.rope.scaling.type"
+    kind = typed(metadata, key, str, "linear")
+    if kind not in ("none", "linear"):
+        raise ModelError(f"{key}={kind!r} is not supported; kvloom serves 'none' and 'linear'")
+    # "scale_linear" is the older name; 0 and 1 both mean that nothing is scaled
+    older = typed(metadata, f"{arch}.rope.scale_linear", float, 1.0)
+    factor = _decimal(typed(metadata, f"{arch}.rope.scaling.factor", float, older)) if kind == "linear" else 1.0
+    if factor in (0, 1):
+        return None if factors is None else tuple(factors.tolist())
+    if factors is not None:
+        raise ModelError(f"linear RoPE scaling together with {_ROPE_FACTORS} is not supported")
+    return LinearScaling(factor)
+
+
+def _decimal(value: float) -> float:
+    """The number that was meant: GGUF rounds to fp32, so that 1e-5 comes back as 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def _canonical_names(spec: ModelSpec, family: Family) -> dict[str, str]:
+    """GGUF tensor name -> canonical name, a head included."""
+    table = gguf.get_tensor_name_map(family.gguf_arch, spec.n_layers)
+    names = {}
+    for name in {**tensor_shapes(spec), "lm_head.weight": ()}:
+        hf_name = name if name.startswith("lm_head") else f"model.{name}"
+        names[table.get_name(hf_name, try_suffixes=(".weight",))] = name
+    return names
+
+
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(reversed(tensor.shape.tolist()))  # GGUF counts dimensions from the innermost
+
+
+def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo the interleaving of a head's two halves; rows [heads * head_dim, any], quantized or not."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _values(tensor: gguf.ReaderTensor, data: np.ndarray | None = None) -> np.ndarray:
+    """Dequantized fp32 values in memory of their own; ``data`` replaces the tensor's raw data."""
+    try:
+        values = gguf.dequantize(tensor.data if data is None else data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelError(f"tensor {tensor.name}: type {tensor.tensor_type.name} can't be dequantized") from error
+    return np.require(values, np.float32, ["C", "W"])  # fp32 data comes back as a read-only view of the file

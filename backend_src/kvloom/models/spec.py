@@ -1,0 +1,142 @@
+"""What a model is: its shape, its rotary frequencies and the tensors it consists of. No weights, no files."""
+
+import math
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+from kvloom.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """RoPE frequencies divided by one factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """RoPE scaling of Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a ramp in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_length: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling | tuple[float, ...]
+"""A rule, or one divisor per frequency [head_dim / 2], which is how GGUF files store Llama 3.1's rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder's shape.
+
+    Attributes:
+        family: name of its row in ``families.FAMILIES``.
+        n_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        n_heads: query heads; a multiple of ``n_kv_heads``.
+        n_kv_heads: key and value heads.
+        head_dim: width of a head; even, and not always hidden_size / n_heads.
+        intermediate_size: width of the gated MLP.
+        vocab_size: rows of the embedding and of the head.
+        context_length: longest sequence the model was made for, in tokens.
+        norm_eps: epsilon of every RMSNorm.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are scaled; None leaves them.
+        tied_embeddings: whether the embedding is also the head; there is no ``lm_head.weight`` then.
+
+    Raises:
+        ModelError: naming the value that can't be.
+    """
+
+    family: str
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, float) and not _positive(value):
+                raise ModelError(f"{field.name}={value} must be positive")
+        if self.n_heads % self.n_kv_heads:
+            raise ModelError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim={self.head_dim} is odd, so rotary embeddings can't be applied")
+        scaling = self.rope_scaling
+        if isinstance(scaling, tuple):
+            if len(scaling) != self.head_dim // 2:
+                raise ModelError(f"{len(scaling)} RoPE frequency factors for head_dim={self.head_dim}")
+            if not all(map(_positive, scaling)):
+                raise ModelError("a RoPE frequency factor is not positive")
+        elif scaling is not None and not all(map(_positive, astuple(scaling))):
+            raise ModelError(f"{scaling}: every value must be positive")
+        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ModelError(f"{scaling}: high_freq_factor must be above low_freq_factor")
+
+
+def _positive(value: float) -> bool:
+    return value > 0 and math.isfinite(value)
+
+
+def rope_inv_freq(spec: ModelSpec) -> torch.Tensor:
+    """Rotary frequencies: fp32 [head_dim / 2], bit for bit those of transformers."""
+    # every operation and its order are transformers': another form would differ in the last bit
+    inv_freq = 1.0 / (spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float) / spec.head_dim))
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return inv_freq
+    if isinstance(scaling, tuple):
+        return inv_freq / torch.tensor(scaling, dtype=torch.float)
+    if isinstance(scaling, LinearScaling):
+        return inv_freq / scaling.factor
+    return _llama3(inv_freq, scaling)
+
+
+def _llama3(inv_freq: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context_length
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > context / low, inv_freq / scaling.factor, inv_freq)
+    smooth = (context / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / scaling.factor + smooth * scaled
+    ramp = ~(wavelength < context / high) & ~(wavelength > context / low)
+    return torch.where(ramp, smoothed, scaled)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor the model needs; linear weights are [out, in].
+
+    Names are those of Hugging Face checkpoints without the leading ``model.``.
+    """
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q_rows, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, q_rows),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab_size, hidden)}
+    for i in range(spec.n_layers):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["norm.weight"] = (hidden,)
+    if not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes

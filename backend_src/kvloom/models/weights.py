@@ -1,0 +1,96 @@
+"""The one door to a model's files: whichever kind they are, checked, under one set of names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kvloom.errors import ModelError
+from kvloom.models.gguf_file import GgufFile
+from kvloom.models.hf_folder import HfFolder
+from kvloom.models.spec import ModelSpec, tensor_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """An opened model whose tensors are known to be there in the right shapes. Weights are read when asked for."""
+
+    source: GgufFile | HfFolder
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file or the Hugging Face folder."""
+        return self.source.path
+
+    @property
+    def kind(self) -> Literal["gguf", "hf"]:
+        """What ``path`` is."""
+        return self.source.kind
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape."""
+        return self.source.spec
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """GGUF's metadata (``general.*``, ``tokenizer.ggml.*`` ...) as plain values, or the folder's config.json."""
+        return self.source.metadata
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and weight of each of ``tensor_shapes(spec)``, in ``dtype``, in the file's order.
+
+        One at a time: whoever converts each as it comes never holds the model twice.
+
+        Raises:
+            ModelError: if a tensor can't be read.
+        """
+        with _naming(self.path):
+            yield from self.source.tensors(dtype)
+
+    def load(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All of ``tensors`` at once."""
+        return dict(self.tensors(dtype))
+
+
+def open_model(path: Path) -> ModelFiles:
+    """Open a Hugging Face folder or a GGUF file and check that every tensor is there; reads no weights.
+
+    Raises:
+        ModelError: naming the path, what is wrong with it and what to do.
+    """
+    with _naming(path):
+        if not path.exists():
+            raise ModelError("does not exist; --model takes a GGUF file or a Hugging Face folder")
+        source = HfFolder(path) if path.is_dir() else GgufFile(path)
+        _check(source.spec, source.shapes)
+        return ModelFiles(source)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _check(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
+    expected = tensor_shapes(spec)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        hint = ", though its config says that the embedding is not the head" if missing == ["lm_head.weight"] else ""
+        raise ModelError(f"tensor {_first(missing)} is missing{hint}; the model is incomplete")
+    left_over = [name for name in found if name not in expected]
+    if left_over:
+        raise ModelError(f"tensor {_first(left_over)} has no place in a {spec.family} model; it is not supported")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelError(f"tensor {name} has shape {list(found[name])}, the model's settings say {list(shape)}")
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

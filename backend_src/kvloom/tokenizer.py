@@ -1,0 +1,156 @@
+"""A model's tokenizer: prompts and chats to token ids, ids to text, and what begins and ends a sequence."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from kvloom import chat, gguf_tokenizer
+from kvloom.detokenizer import detokenizer_factory
+from kvloom.errors import InvalidArgument, ModelError
+
+
+class Tokenizer:
+    """Wraps a Hugging Face fast tokenizer. Safe to use from several threads.
+
+    Attributes:
+        bos_id: id of the token that begins a sequence; None if the model has none.
+        eos_ids: every id that ends an answer.
+        vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
+        new_detokenizer: makes a :class:`kvloom.detokenizer.Detokenizer` for one answer.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
+        """Wrap a tokenizer.
+
+        Args:
+            hf: the tokenizer, with its chat template.
+            prefix: ids that every prompt begins with: [BOS] or nothing, for nearly all models.
+            eos_ids: every id that ends an answer.
+
+        Raises:
+            ModelError: its decoder is of a kind that can't be streamed exactly.
+        """
+        self._hf = hf
+        # Used without hf's own __call__, which changes the shared truncation state and so fails between threads
+        self._backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._prefix = list(prefix)
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_ids = frozenset(eos_ids)
+        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.new_detokenizer = detokenizer_factory(self._backend)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
+
+        An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
+
+        Raises:
+            ModelError: tokenizer.json is missing or broken, or of an unsupported kind.
+        """
+        # Not at the top: it imports torch, which nothing else here needs
+        from transformers import AutoTokenizer
+
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json; convert its tokenizer to the fast format with transformers"
+            )
+        _read_json(folder / "tokenizer.json")
+        eos_ids = _configured_eos_ids(folder)
+        try:
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
+        if not isinstance(hf, PreTrainedTokenizerFast):
+            raise ModelError(f"the tokenizer in {folder} is a {type(hf).__name__}; only fast tokenizers are supported")
+        if hf.eos_token_id is not None:
+            eos_ids.add(hf.eos_token_id)
+        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        """Build the tokenizer that a GGUF file's key-value store describes.
+
+        Args:
+            metadata: plain Python values by key, those under ``tokenizer.`` at least.
+
+        Raises:
+            ModelError: a key is missing or malformed, or names a tokenizer that is not supported.
+        """
+        parts = gguf_tokenizer.build(metadata)
+        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt.
+
+        Begins with BOS where the model wants one, once, also when the text spells it out itself; never ends with an
+        EOS that the text does not spell out. Special tokens in the text are taken as such.
+
+        Raises:
+            InvalidArgument: the text is empty or holds half of a surrogate pair.
+        """
+        if not text:
+            raise InvalidArgument("text_input", "must not be empty")
+        ids = self._encode(text, "text_input")
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
+
+    def encode_chat(self, messages: Sequence[chat.Message]) -> list[int]:
+        """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
+
+        The template alone decides about BOS and EOS, so that nothing is added twice.
+
+        Raises:
+            InvalidArgument: no template, the template refuses the messages, or they hold half of a surrogate pair.
+        """
+        return self._encode(chat.render(self._hf, messages), "messages")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str, field: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X}"
+            raise InvalidArgument(
+                field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
+            ) from error
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+
+def _prefix(hf: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that the tokenizer itself puts before a text, found by looking."""
+    plain = hf.backend_tokenizer.encode("a", add_special_tokens=False).ids
+    full = hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    raise ModelError("the tokenizer's post-processor changes the text's own tokens, which is not supported")
+
+
+def _configured_eos_ids(folder: Path) -> set[int]:
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        config = _read_json(folder / name)
+        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token_id) is not int for token_id in values):
+            raise ModelError(f"{folder / name}: eos_token_id={value!r} must be an integer or a list of integers")
+        ids.update(values)
+    return ids
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error

@@ -1,0 +1,87 @@
+"""What can go wrong, as seen by a client.
+
+::
+
+    KvloomClientError
+    ├── RequestFailed             the server answered with an error; ``text`` is what it said
+    │   ├── InvalidArgument       INVALID_ARG   the request itself is wrong
+    │   ├── Unavailable           UNAVAILABLE   a limit of the server; try again later
+    │   ├── NotFound              NOT_FOUND     what the request refers to is gone
+    │   ├── Cancelled             CANCELLED     another request ended this one
+    │   ├── Internal              INTERNAL      a fault of the server, confined to this request
+    │   └── ServerError           any other text: Triton itself refused or lost the request
+    └── TransportError            the answer did not arrive (whole)
+        ├── ConnectionFailed      no connection, or it broke
+        ├── AnswerTimeout         the answer took longer than the caller's ``timeout``
+        └── IncompleteAnswer      the stream ended without the mark of a last response
+"""
+
+
+class KvloomClientError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class RequestFailed(KvloomClientError):
+    """The server answered with an error.
+
+    Attributes:
+        text: the server's words, the code included.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.text = text
+
+
+class InvalidArgument(RequestFailed):
+    """The request is wrong; the text names the field and what it takes."""
+
+
+class Unavailable(RequestFailed):
+    """The server can't take the request now; the same request may succeed later."""
+
+
+class NotFound(RequestFailed):
+    """What the request refers to does not exist (any more)."""
+
+
+class Cancelled(RequestFailed):
+    """Another request ended this one."""
+
+
+class Internal(RequestFailed):
+    """A fault of the server, confined to this request."""
+
+
+class ServerError(RequestFailed):
+    """An error without a code of kvloom's: Triton itself refused or lost the request."""
+
+
+class TransportError(KvloomClientError):
+    """The answer did not arrive, or not whole."""
+
+
+class ConnectionFailed(TransportError):
+    """No connection to the server, or it broke."""
+
+
+class AnswerTimeout(TransportError):
+    """The answer took longer than the caller allowed."""
+
+
+class IncompleteAnswer(TransportError):
+    """The stream ended without the mark of a last response."""
+
+
+_BY_CODE: dict[str, type[RequestFailed]] = {
+    "INVALID_ARG": InvalidArgument,
+    "UNAVAILABLE": Unavailable,
+    "NOT_FOUND": NotFound,
+    "CANCELLED": Cancelled,
+    "INTERNAL": Internal,
+}
+
+
+def request_error(text: str) -> RequestFailed:
+    """The error that an error text of the server stands for; only the text travels through Triton."""
+    return _BY_CODE.get(text.partition(":")[0], ServerError)(text)
