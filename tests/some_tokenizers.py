@@ -71,7 +71,7 @@ def byte_level_metadata(pre: str) -> dict[str, Any]:
 
 @cache
 def _sentencepiece_json() -> str:
-    """A Llama-style tokenizer.json: SentencePiece BPE with byte fallback; emoji and CJK are not in the vocabulary."""
+    """A Llama-style tokenizer.json: SentencePiece BPE with byte fallback; rare characters are not in the vocabulary."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -79,7 +79,7 @@ def _sentencepiece_json() -> str:
     specials = [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=500, limit_alphabet=60, special_tokens=[*specials, *bytes_], show_progress=False
+        vocab_size=500, limit_alphabet=40, special_tokens=[*specials, *bytes_], show_progress=False
     )
     trained.train_from_iterator(_CORPUS, trainer)
     description = json.loads(trained.to_str())

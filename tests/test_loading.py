@@ -1,8 +1,5 @@
-"""Model files: what is loaded is what transformers loads, and what can't be served is refused by name."""
+"""Model files: what is loaded is what transformers loads."""
 
-import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +7,6 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -19,22 +15,14 @@ from kvloom.errors import ModelError
 from kvloom.fetch import default_model
 from kvloom.models.spec import ModelSpec, rope_inv_freq, tensor_shapes
 from kvloom.models.weights import ModelFiles, open_model
-from tiny_models import HEADS, make_tiny, to_gguf
+from tiny_models import HEADS, LLAMA3_ROPE, edit_config, edit_tensors, make_tiny, to_gguf
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 ROPES = [
     {"rope_type": "default", "rope_theta": 10_000.0},
     {"rope_type": "default", "rope_theta": 100_000.0},
     {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0},
-    LLAMA3,
-    {**LLAMA3, "original_max_position_embeddings": 8192, "factor": 32.0},
+    LLAMA3_ROPE,
+    {**LLAMA3_ROPE, "original_max_position_embeddings": 8192, "factor": 32.0},
 ]
 
 
@@ -51,17 +39,6 @@ def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert set(loaded) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), name
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -121,12 +98,14 @@ def test_head_dim_of_its_own(tmp_path):
 def test_weights_own_their_memory(tmp_path):
     folder = make_tiny(tmp_path)
     path = to_gguf(folder, tmp_path / "m.gguf", GgmlType.F32)
-    for file in (folder, path):
-        first, second = open_model(file).load(torch.float32), open_model(file).load(torch.float32)
-        for tensor in first.values():
+    expected = {name: tensor.clone() for name, tensor in reference(folder).items()}  # transformers' own are mapped
+    for model, file in ((folder, folder / "model.safetensors"), (path, path)):
+        loaded = open_model(model).load(torch.float32)
+        with file.open("r+b") as overwritten:  # in place, as copying another model over a served one does
+            overwritten.write(bytes(file.stat().st_size))
+        assert_same(loaded, expected)
+        for tensor in loaded.values():
             tensor.zero_()
-        assert all(tensor.any() for tensor in second.values())
-        assert_same(open_model(file).load(torch.float32), second)
 
 
 def test_metadata_is_what_the_library_reads(tmp_path):
@@ -202,186 +181,6 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
     assert_same(open_model(folder).load(torch.float32), expected)
 
 
-CONFIG_REFUSALS = [
-    ({"model_type": "mixtral"}, r"architecture 'mixtral' is not supported; kvloom serves: llama"),
-    ({"model_type": None}, r"architecture None is not supported"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification.*serves: llama"),
-    ({"attention_bias": True}, "attention_bias=True"),
-    ({"mlp_bias": True}, "mlp_bias=True"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; kvloom serves 'silu'"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "RoPE parameters"),
-    ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor=0.0.*positive"),
-    ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"hidden_size": None}, "hidden_size is missing"),
-    ({"hidden_size": "64"}, "hidden_size=64 must be int"),
-    ({"hidden_size": True}, "hidden_size=True must be int"),
-    ({"hidden_size": 66}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
-    ({"num_attention_heads": 0}, "num_attention_heads=0"),
-    ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
-    ({"num_hidden_layers": -1}, "n_layers=-1 must be positive"),
-    ({"head_dim": 15}, "head_dim=15 is odd"),
-    ({"rms_norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
-    ({"num_hidden_layers": 3}, r"layers\.2\.input_layernorm\.weight \(and 8 more\) is missing"),
-    ({"num_hidden_layers": 1}, r"layers\.1\..* \(and 8 more\) has no place in a llama model"),
-    ({"intermediate_size": 95}, r"mlp\.gate_proj\.weight has shape \[96, 64\], the model's settings say \[95, 64\]"),
-]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def folder(tiny, tmp_path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "model"))
-
-
-def refused(path: Path, match: str) -> None:
-    """Opening and loading is refused with the path and ``match`` in the message."""
-    with pytest.raises(ModelError, match=match) as caught:
-        open_model(path).load(torch.float32)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(("changes", "match"), CONFIG_REFUSALS)
-def test_config_refused_by_name(folder, changes, match):
-    edit_config(folder, **changes)
-    refused(folder, match)
-
-
-TENSOR_REFUSALS = [
-    (lambda t: t.pop("model.norm.weight"), r"tensor norm\.weight is missing"),
-    (lambda t: t.pop("model.layers.1.self_attn.v_proj.weight"), r"layers\.1\.self_attn\.v_proj\.weight is missing"),
-    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), r"q_proj\.bias has no place"),
-    (lambda t: t.update({"norm.weight": torch.ones(64)}), r"norm\.weight is there twice"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm\.weight has shape \[63\]"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), r"norm\.weight: dtype I8"),
-]
-
-
-@pytest.mark.parametrize(("change", "match"), TENSOR_REFUSALS)
-def test_tensors_refused_by_name(folder, change, match):
-    edit_tensors(folder, change)
-    refused(folder, match)
-
-
-def test_qwen2_is_refused_by_name(tmp_path):
-    folder = make_tiny(tmp_path / "qwen2", family="qwen2")
-    refused(folder, "architecture 'qwen2' is not supported; kvloom serves: llama")
-    refused(to_gguf(folder, tmp_path / "m.gguf"), "architecture 'qwen2' is not supported; kvloom serves: llama")
-
-
-def test_paths_that_hold_no_model(folder, tmp_path):
-    refused(tmp_path / "nowhere", "does not exist; --model takes")
-    refused(folder / "config.json", "not a GGUF file; --model takes")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "neither model.safetensors nor model.safetensors.index.json is there")
-    (folder / "config.json").unlink()
-    refused(folder, "config.json is missing")
-
-
-def test_broken_json(folder):
-    for text in ("{", "[]", '"\udcff'):
-        (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-        refused(folder, "config.json is not")
-
-
-@pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_truncated_safetensors(folder, keep):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    refused(folder, "model.safetensors is missing, truncated or corrupt.*download")
-
-
-def test_broken_shards(tmp_path):
-    folder = make_tiny(tmp_path, sharded=True)
-    index = folder / "model.safetensors.index.json"
-    whole = json.loads(index.read_text())
-    moved = {**whole["weight_map"], "model.norm.weight": whole["weight_map"]["model.embed_tokens.weight"]}
-    for weight_map, match in (
-        ({**whole["weight_map"], "model.more.weight": "model-00009-of-00009.safetensors"}, "00009.*missing"),
-        (moved, "disagree about tensor model.norm.weight"),
-        (None, "no weight_map"),
-    ):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        refused(folder, match)
-
-
-def test_truncated_gguf(folder, tmp_path):
-    path = to_gguf(folder, tmp_path / "m.gguf")
-    whole = path.read_bytes()
-    tensors_at = gguf.GGUFReader(path).data_offset
-    cut = tmp_path / "cut.gguf"
-    # in the header, a scalar, the vocabulary, the tensor list, the first tensor, the last one
-    ends = [3, 10, 30, 300, 2000, 6000, tensors_at - 200, tensors_at, tensors_at + 1000, len(whole) - 1000]
-    for end in ends:
-        assert end < len(whole)
-        cut.write_bytes(whole[:end])
-        refused(cut, "GGUF")
-    refused(cut, "truncated or corrupt GGUF file.*download or convert it again")
-
-
-def test_corrupt_gguf(folder, tmp_path):
-    whole = to_gguf(folder, tmp_path / "m.gguf").read_bytes()
-    broken = tmp_path / "broken.gguf"
-    vocabulary = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
-    for start, patch, match in (
-        (4, b"\x09", "GGUF version 9"),
-        (8, b"\xff" * 7, "truncated or corrupt"),
-        (vocabulary + 4, b"\x63", "truncated or corrupt"),
-        (vocabulary + 8, b"\xff" * 7, "truncated or corrupt"),
-        (vocabulary + 16 + 8, b"\xff", "corrupt GGUF metadata"),
-    ):
-        broken.write_bytes(whole[:start] + patch + whole[start + len(patch) :])
-        refused(broken, match)
-
-
-GGUF_REFUSALS = [
-    (lambda w: w.add_expert_count(8), r"llama\.expert_count=8 is not supported"),
-    (lambda w: w.add_sliding_window(64), r"llama\.attention\.sliding_window=64"),
-    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"llama\.rope\.scaling\.type='yarn'"),
-    (lambda w: w.add_value_length(8), r"llama\.attention\.value_length=8"),
-    (lambda w: w.add_uint32("split.count", 2), "join the parts"),
-]
-
-
-@pytest.mark.parametrize(("change", "match"), GGUF_REFUSALS)
-def test_gguf_options_refused_by_name(folder, tmp_path, monkeypatch, change, match):
-    begin = gguf.GGUFWriter.write_header_to_file
-    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda w: (change(w), begin(w)))
-    refused(to_gguf(folder, tmp_path / "m.gguf"), match)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [
-        (b"blk.0.ffn_up.weight", b"blk.7.ffn_up.weight", r"layers\.0\.mlp\.up_proj\.weight is missing"),
-        (b"output_norm.weight", b"output_morn.weight", r"tensor norm\.weight is missing"),
-        (b"llama.block_count", b"llama.block_mount", r"llama\.block_count is missing"),
-    ],
-)
-def test_gguf_names_that_are_not_there(folder, tmp_path, old, new, match):
-    path = to_gguf(folder, tmp_path / "m.gguf")
-    data = path.read_bytes()
-    assert data.count(old) == 1
-    path.write_bytes(data.replace(old, new))
-    refused(path, match)
-
-
-def test_gguf_left_over_tensor(folder, tmp_path, monkeypatch):
-    begin = gguf.GGUFWriter.write_header_to_file
-    bias = torch.ones(64).numpy()
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "write_header_to_file", lambda w: (w.add_tensor("blk.0.attn_q.bias", bias), begin(w))
-    )
-    refused(to_gguf(folder, tmp_path / "m.gguf"), r"blk\.0\.attn_q\.bias has no place in a llama model")
-
-
 @pytest.fixture(scope="module")
 def default() -> ModelFiles:
     return open_model(default_model())
@@ -409,7 +208,7 @@ def test_default_model_spec(default):
 def test_default_model_weights(default):
     loaded = default.load(torch.float32)
     assert {name: tuple(tensor.shape) for name, tensor in loaded.items()} == tensor_shapes(default.spec)
-    assert all(tensor.isfinite().all() for tensor in loaded.values())
+    assert all(tensor.sum().isfinite() for tensor in loaded.values())
     raw = {tensor.name: tensor for tensor in gguf.GGUFReader(default.path).tensors}
     undo = LlamaTensorProcessor({"num_attention_heads": 9, "num_key_value_heads": 3}).process
     for theirs, ours in {

@@ -177,12 +177,14 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(model=None), ["tokenizer.ggml.model"]),
         (changed(tokens=None), ["tokenizer.ggml.tokens"]),
         (changed(tokens=["a", "a"]), ["twice"]),
+        (changed(tokens=[]), ["empty"]),
         (changed(pre="what"), ["'what'", "llama-bpe", "smollm"]),
         (changed(pre=None), ["tokenizer.ggml.pre"]),
         (changed(merges=None), ["tokenizer.ggml.merges"]),
         (changed(merges=["a zzz"]), ["'a zzz'"]),
         (changed(token_type=[1]), ["token_type", "1 entries"]),
         (changed(eos_token_id=10**6), ["eos_token_id=1000000"]),
+        (changed(eos_token_id="</s>"), ["eos_token_id='</s>'"]),
         (changed(bos_token_id=None, add_bos_token=True), ["bos_token_id"]),
         (sentencepiece_metadata() | {"tokenizer.ggml.scores": [0.0]}, ["scores", "1 entries"]),
         (sentencepiece_metadata() | {"general.architecture": "gemma2"}, ["gemma2"]),
@@ -340,6 +342,17 @@ def test_a_template_that_refuses_is_heard(template: str | None, part: str, tmp_p
     tokenizer = Tokenizer.from_folder(save_folder(tmp_path, sentencepiece(), **NAMED, chat_template=template))
     with strings(InvalidArgument, "messages: ", part):
         tokenizer.encode_chat(USER)
+
+
+def test_deeply_nested_messages_are_refused():
+    for depth in (100, 300, 600, 900, 990):
+        text = '[{"role": "user", "content": "x", "extra": ' + "[" * depth + "]" * depth + "}]"
+        try:
+            ids = default_tokenizer().encode_chat(parse_messages(text))
+        except InvalidArgument as error:
+            assert error.field == "messages"
+        else:
+            assert ids == default_tokenizer().encode_chat([{"role": "user", "content": "x"}])
 
 
 def test_threads_can_share_a_tokenizer():

@@ -1,6 +1,7 @@
 """Tiny random models for tests: Hugging Face folders made by transformers, and the same weights as GGUF files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,11 +9,22 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as GgmlType
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 1), (14, 2)]
 """(n_heads, n_kv_heads) worth testing: MHA, GQA, the default model's, MQA, a ratio that is no power of two."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""``rope_parameters`` whose original context is short enough that a tiny model is beyond it."""
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BOS, EOS = 1, 2
@@ -76,6 +88,19 @@ def make_tiny(
                 weight.copy_(noise * (1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5))
     model.to(dtype).save_pretrained(folder, max_shard_size="50KB" if sharded else "1GB")
     return folder
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    """Overwrite keys of config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let ``change`` work on the tensors of an unsharded folder, by their names in the file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:

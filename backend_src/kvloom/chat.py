@@ -12,7 +12,7 @@ from kvloom.errors import InvalidArgument
 Message = dict[str, Any]
 
 # What code in a template raises when it meets a message it was not written for, besides Jinja's own errors
-_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def parse_messages(text: str) -> list[Message]:

@@ -4,7 +4,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -45,6 +45,7 @@ def serve(
     binary: Binary = None,
     model_repository: Repository = None,
     log_file: LogFile = None,
+    exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30,
     verbose: Verbose = False,
 ) -> None:
     """Start tritonserver and watch it until Ctrl-C or SIGTERM."""
@@ -61,13 +62,14 @@ def serve(
                 ports=ports,
                 binary=binary,
                 log_file=log_file,
+                exit_timeout_s=exit_timeout,
                 verbose=verbose,
             ) as server:
                 addresses = (f"{name}={server.ports.address(name)}" for name in ("http", "grpc", "metrics", "health"))
                 print("kvloom ready", *addresses, flush=True)
                 while not interrupts.event.wait(0.2):
                     server.check()
-                print("kvloom: stopping", file=sys.stderr)
+                print(f"kvloom: stopping; running answers get up to {exit_timeout} s", file=sys.stderr)
         except KeyboardInterrupt:
             raise typer.Exit(128 + (interrupts.signum or 0)) from None
 
@@ -94,6 +96,8 @@ def generate(
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
+    from kvloom_client import KvloomClientError
+
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -113,12 +117,14 @@ def generate(
                 url = server.grpc_url
             with interrupts.raising():
                 _print_answer(url, request)
+        except KvloomClientError as error:
+            _fail(error)
         except KeyboardInterrupt:
             raise typer.Exit(128 + (interrupts.signum or 0)) from None
 
 
 def main() -> None:
-    """Run the command; what kvloom or its client raises on purpose becomes a message and exit code 1."""
+    """Run the command; what kvloom raises on purpose becomes a message and exit code 1."""
     try:
         app()
     except KvloomError as error:
@@ -147,31 +153,29 @@ def _start(
 
 
 def _print_answer(url: str, request: dict[str, Any]) -> None:
-    from kvloom_client import Client, KvloomClientError
+    from kvloom_client import Client
 
     start = time.perf_counter()
-    first = last = None
-    tokens = 0
+    arrivals: list[tuple[float, int]] = []  # when, and how many tokens
     try:
         with Client(url) as client, client.stream(**request) as stream:
-            try:
-                for chunk in stream:
-                    last = time.perf_counter()
-                    first = first or last
-                    tokens += chunk.num_output_tokens
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
-            finally:
-                if first is not None:
-                    print(flush=True)
-    except KvloomClientError as error:
-        _fail(error)
+            for chunk in stream:
+                arrivals.append((time.perf_counter(), chunk.num_output_tokens))
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
     finally:
-        if first is not None and last is not None:
-            speed = f", {(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 and last > first else ""
-            print(f"first token after {(first - start) * 1000:.0f} ms, {tokens} tokens{speed}", file=sys.stderr)
+        if arrivals:
+            print(flush=True)
+            print(_speed(start, arrivals), file=sys.stderr)
 
 
-def _fail(error: Exception) -> None:
+def _speed(start: float, arrivals: list[tuple[float, int]]) -> str:
+    (first, first_tokens), (last, _) = arrivals[0], arrivals[-1]
+    tokens = sum(count for _, count in arrivals)
+    text = f"first token after {(first - start) * 1000:.0f} ms, {tokens} tokens"
+    return text if last == first else f"{text}, {(tokens - first_tokens) / (last - first):.1f} tokens/s"
+
+
+def _fail(error: Exception) -> NoReturn:
     print(f"kvloom: {error}", file=sys.stderr)
     raise SystemExit(1)

@@ -25,7 +25,7 @@ class Settings(BaseModel):
         block_size: tokens per block, a power of two.
         context_length: longest sequence in tokens; 0 takes the model's own.
         max_batch_tokens: a step's token budget.
-        max_running: most sequences in one step.
+        max_running: most sequences in one step (and never more than max_batch_tokens: each takes a token of the budget).
         max_queue: most requests waiting for admission; more are refused at once.
         threads: CPU threads of a step; 0 takes every core.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
@@ -72,9 +72,4 @@ class Settings(BaseModel):
             raise SettingsError(f"setting {name}={parameters[name]!r}: {first['msg']}") from error
         if settings.weights == "fp32" and settings.kv_dtype == "bf16":
             raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
-        if settings.max_batch_tokens < settings.max_running:
-            raise SettingsError(
-                f"setting max_batch_tokens={settings.max_batch_tokens}: must be at least max_running "
-                f"({settings.max_running}), so that every running sequence can decode in every step"
-            )
         return settings

@@ -177,7 +177,9 @@ class Engine:
         """Free what the sequence holds and send its final delta; text that was held back comes out first."""
         self._scheduler.remove(sequence)
         answer = self._answers.pop(sequence)
-        self._finished[reason or "error"] += 1
         if error is None:
             text += answer.text.flush()
+            if answer.text.stopped and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP
+        self._finished[reason or "error"] += 1
         answer.sink(Delta(text, token_ids, reason, error))

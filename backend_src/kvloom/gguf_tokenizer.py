@@ -108,8 +108,8 @@ def build(metadata: Mapping[str, Any]) -> Parts:
     model = _required(metadata, "model")
     tokens: list[str] = list(_required(metadata, "tokens"))
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise ModelError("GGUF tokenizer.ggml.tokens holds the same token twice; the file is broken")
+    if not tokens or len(vocabulary) != len(tokens):
+        raise ModelError("GGUF tokenizer.ggml.tokens is empty or holds a token twice; the file is broken")
     types: list[int] = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(f"GGUF tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
@@ -158,8 +158,8 @@ def _required(metadata: Mapping[str, Any], name: str) -> Any:
 def _token_id(metadata: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key, default)
-    if token_id is not None and not 0 <= token_id < count:
-        raise ModelError(f"GGUF {key}={token_id} is not one of the {count} tokens")
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < count):
+        raise ModelError(f"GGUF {key}={token_id!r} is not one of the {count} tokens")
     return token_id
 
 

@@ -158,6 +158,8 @@ class Server:
             # explicit: a broken model can be loaded again without a restart
             "--model-control-mode=explicit",
             "--load-model=*",
+            # the config is complete; completing it would load every model's Python twice
+            "--disable-auto-complete-config",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
             f"--http-address={HOST}",
@@ -168,7 +170,6 @@ class Server:
             f"--metrics-port={self.ports.metrics}",
             f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
-            "--disable-auto-complete-config",
         ]
 
     def _wait_until(self, done: Callable[[], bool], deadline: float, stop: threading.Event | None) -> None:

@@ -30,7 +30,7 @@ class Scheduler:
     Args:
         pool: where blocks come from.
         max_running: most sequences in a step.
-        max_batch_tokens: most tokens in a step; at least ``max_running``.
+        max_batch_tokens: most tokens in a step; bounds the running sequences too.
     """
 
     def __init__(self, pool: BlockPool, max_running: int, max_batch_tokens: int):
@@ -38,7 +38,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._pool = pool
-        self._max_running = max_running
+        # every running sequence decodes in every step, so that none is starved
+        self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
 
     def add(self, sequence: Sequence) -> None:

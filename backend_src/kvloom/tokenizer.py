@@ -36,8 +36,6 @@ class Tokenizer:
         self._hf = hf
         # Used without hf's own __call__, which changes the shared truncation state and so fails between threads
         self._backend = hf.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._prefix = list(prefix)
         self.bos_id: int | None = hf.bos_token_id
         self.eos_ids = frozenset(eos_ids)
@@ -69,6 +67,9 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
         if not isinstance(hf, PreTrainedTokenizerFast):
             raise ModelError(f"the tokenizer in {folder} is a {type(hf).__name__}; only fast tokenizers are supported")
+        # settings for training that a tokenizer.json may still carry
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
         if hf.eos_token_id is not None:
             eos_ids.add(hf.eos_token_id)
         return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids)

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvloom.errors import LaunchError
 
 STUB = "triton_python_backend_stub"
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def find(binary: Path | None, workdir: Path) -> Installation:
     if (prefix / "backends" / "python" / STUB).is_file():
         return Installation(binary, prefix / "backends")
     if (prefix / "python_backend_stubs").is_dir():
-        libraries = (prefix.parent.parent / "nvidia_pytriton.libs", _libpython_directory())
+        libraries = (prefix.parent.parent / "nvidia_pytriton.libs", libpython_directory(VERSION))
         return Installation(binary, _private_backends(prefix, workdir), libraries)
     raise LaunchError(
         f"tritonserver {binary} has no Python backend: {prefix / 'backends' / 'python' / STUB} is missing; "
@@ -88,11 +89,10 @@ def _in_wheel() -> Path:
 
 def _private_backends(prefix: Path, workdir: Path) -> Path:
     """Lay the wheel's Python backend and the stub of this Python's version side by side, as Triton wants them."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = prefix / "python_backend_stubs" / version / STUB
+    stub = prefix / "python_backend_stubs" / VERSION / STUB
     if not stub.is_file():
         known = ", ".join(sorted(path.name for path in (prefix / "python_backend_stubs").iterdir()))
-        raise LaunchError(f"tritonserver {prefix} has no stub for Python {version}, only for {known}; use one of these")
+        raise LaunchError(f"tritonserver {prefix} has no stub for Python {VERSION}, only for {known}; use one of these")
     backend = workdir / "backends" / "python"
     backend.mkdir(parents=True)
     for file in (prefix / "backends" / "python").iterdir():
@@ -102,9 +102,15 @@ def _private_backends(prefix: Path, workdir: Path) -> Path:
     return backend.parent
 
 
-def _libpython_directory() -> Path:
-    """The directory of the shared library of this Python, which the stub is linked to."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+def libpython_directory(version: str) -> Path:
+    """The directory of the shared library of this Python, which the stub is linked to.
+
+    Args:
+        version: this Python's, like ``3.11``.
+
+    Raises:
+        LaunchError: it is nowhere; says what to install.
+    """
     name = f"libpython{version}.so.1.0"
     beside = [Path(sysconfig.get_config_var("LIBDIR")), Path(sys.base_prefix) / "lib"]
     for directory in beside:

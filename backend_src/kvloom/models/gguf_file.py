@@ -88,8 +88,6 @@ class _Reader(gguf.GGUFReader):
             size, parts = self._strings(start, count)
         elif kind in self.gguf_scalar_to_np:
             values = self._get(start, self.gguf_scalar_to_np[kind], count)
-            if len(values) != count:
-                raise ValueError(f"an array of {count} entries ends after {len(values)}")
             size, parts = values.nbytes, [values]
         else:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -128,7 +126,7 @@ def _metadata(reader: _Reader) -> dict[str, Any]:
         metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     except (ValueError, IndexError) as error:
         raise ModelError(f"corrupt GGUF metadata ({error}); {_ADVICE}") from error
-    if metadata.get("split.count", 1) > 1:
+    if typed(metadata, "split.count", int, 1) > 1:
         raise ModelError("one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     return metadata
 
@@ -141,6 +139,7 @@ def _spec(
     def integer(key: str, default: int | None = None) -> int:
         return typed(metadata, f"{arch}.{key}", int, default)
 
+    tokens = metadata.get("tokenizer.ggml.tokens")
     hidden, heads = integer("embedding_length"), integer("attention.head_count")
     if heads < 1 or hidden % heads and f"{arch}.attention.key_length" not in metadata:
         raise ModelError(f"{arch}.embedding_length={hidden} is not a multiple of {arch}.attention.head_count={heads}")
@@ -157,7 +156,7 @@ def _spec(
         head_dim=head_dim,
         intermediate_size=integer("feed_forward_length"),
         # older files leave it out
-        vocab_size=integer("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
+        vocab_size=integer("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         context_length=integer("context_length"),
         norm_eps=_decimal(typed(metadata, f"{arch}.attention.layer_norm_rms_epsilon", float)),
         rope_theta=_decimal(typed(metadata, f"{arch}.rope.freq_base", float, 10_000.0)),

@@ -1,0 +1,68 @@
+"""An engine without Triton around it, stepped by the test itself."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvloom.assemble import assemble
+from kvloom.config import Settings
+from kvloom.errors import RequestError
+from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
+
+
+class Answer(list[Delta]):
+    """The deltas of one request, as its sink."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for delta in self for token in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        self.assert_one_final()
+        return self[-1].finish_reason
+
+    @property
+    def error(self) -> RequestError | None:
+        self.assert_one_final()
+        return self[-1].error
+
+    def assert_one_final(self) -> None:
+        assert [delta.final for delta in self] == [False] * (len(self) - 1) + [True]
+
+
+class Driver:
+    """Submits requests and steps the engine until it has nothing to do."""
+
+    def __init__(self, model: Path, **settings: object):
+        chosen = {"model": model, "weights": "fp32", "block_size": 16, "kv_blocks": 64, "threads": 1, **settings}
+        assembly = assemble(Settings.parse({key: str(value) for key, value in chosen.items()}))
+        self.engine = assembly.engine
+        self.tokenizer = assembly.tokenizer
+
+    def submit(self, prompt_ids: Iterable[int], request_id: str = "", **params: object) -> tuple[Sequence, Answer]:
+        params = {"temperature": 0.0, "ignore_eos": True, **params}
+        request = Request(
+            id=request_id, prompt_ids=tuple(prompt_ids), params=SamplingParams.model_validate(params), arrival=0.0
+        )
+        self.engine.check(request)
+        sequence, answer = Sequence(request), Answer()
+        self.engine.submit(sequence, answer.append)
+        return sequence, answer
+
+    def run(self) -> None:
+        while self.engine.busy:
+            self.engine.step()
+        self.assert_idle()
+
+    def answer(self, prompt_ids: Iterable[int], **params: object) -> Answer:
+        answer = self.submit(prompt_ids, **params)[1]
+        self.run()
+        return answer
+
+    def assert_idle(self) -> None:
+        stats = self.engine.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)

@@ -1,0 +1,87 @@
+"""Helpers around a real tritonserver, for every test that talks to one."""
+
+import json
+import os
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+from kvloom.launch import Server
+from kvloom_client import Client
+
+SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queue": "256"}
+"""fp32, so that greedy answers are those of the reference; a small pool, because filling a large one takes long."""
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())["prompts"]
+"""Greedy answers of the default model by the transformers library: name, prompt, prompt_ids, ids, text."""
+
+IDLE_FOR_S = 0.5
+"""The engine copies its figures to the metrics every 0.2 s; one idle look may be an old one."""
+
+
+def canary(server: Server) -> None:
+    """The server still answers, and rightly."""
+    expected = REFERENCE[0]
+    with Client(server.grpc_url) as client:
+        answer = client.generate(text_input=expected["prompt"], max_tokens=16, temperature=0.0, timeout=60)
+    assert list(answer.token_ids) == expected["ids"][:16]
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """kvloom's metrics: name with labels, as printed, to value."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("kvloom_"))}
+
+
+def assert_idle(server: Server, within: float = 5.0) -> None:
+    """Within so many seconds nothing runs, waits or holds a block any more."""
+    names = ("kvloom_requests_running", "kvloom_requests_waiting", 'kvloom_blocks{state="used"}')
+    deadline = time.monotonic() + within
+    idle_since = None
+    while True:
+        now = time.monotonic()
+        seen = metrics(server)
+        busy = {name: seen[name] for name in names if seen[name] != 0}
+        if busy:
+            idle_since = None
+        elif idle_since is None:
+            idle_since = now
+        elif now - idle_since >= IDLE_FOR_S:
+            return
+        assert now < deadline, f"not idle after {within} s: {busy}"
+        time.sleep(0.1)
+
+
+class Footprint:
+    """What a tritonserver leaves on the machine: the processes of its group and its files in shared memory."""
+
+    def __init__(self, pid: int):
+        """Args: pid: a running tritonserver's."""
+        self.group = pid
+        found = re.search(r"shm-region-prefix-name=(\S+)", " ".join(psutil.Process(pid).cmdline()))
+        assert found is not None
+        self.prefix = found[1]
+
+    def processes(self) -> list[str]:
+        """Live processes of the group, the stubs included."""
+        live = []
+        for process in psutil.process_iter():
+            try:
+                if os.getpgid(process.pid) == self.group and process.status() != psutil.STATUS_ZOMBIE:
+                    live.append(f"{process.pid} {process.name()}")
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return live
+
+    def shared_memory(self) -> list[str]:
+        """Its files in /dev/shm."""
+        return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
+
+    def assert_gone(self) -> None:
+        """Nothing is left."""
+        assert self.processes() == []
+        assert self.shared_memory() == []
