@@ -193,7 +193,7 @@ def test_sigterm_takes_everything_down_with_answers_in_flight():
             with pytest.raises((TransportError, ServerError)):
                 list(stream)
         assert serving.wait(30) == 0
-        assert time.monotonic() - start < 15  # not the 30 s that answers get by default
+        assert time.monotonic() - start < 25  # not the 30 s that answers get by default
         footprint.assert_gone()
         assert serving.stdout.read() == ""  # the one line was all
     finally:

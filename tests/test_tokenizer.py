@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
@@ -120,6 +121,19 @@ def test_gpt2_crosses_digits_where_smollm_does_not():
     assert len(words("gpt-2", " 345 6789")) < len(words("smollm", " 345 6789"))
 
 
+@pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", 5), ("llama-bpe", 1), ("tekken", 1), ("dbrx", 5)])
+def test_whole_words_need_no_merges_where_the_name_says_so(pre: str, pieces: int):
+    metadata = dict(byte_level_metadata(pre))
+    for key, value in (("tokens", "QZQZQ"), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], value]
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": False})
+    assert len(tokenizer.encode("QZQZQ")) == pieces
+
+
+def merges_of(backend: Backend) -> list[list[str]]:
+    return json.loads(backend.to_str())["model"]["merges"]
+
+
 @pytest.mark.parametrize("scores", [True, False])
 def test_sentencepiece_gguf_equals_transformers_and_the_folder(scores: bool, tmp_path: Path):
     metadata = dict(sentencepiece_metadata())
@@ -131,6 +145,7 @@ def test_sentencepiece_gguf_equals_transformers_and_the_folder(scores: bool, tmp
     folder = Tokenizer.from_folder(save_folder(tmp_path, sentencepiece(), **NAMED, **config))
     ours = Tokenizer.from_gguf(metadata)
     assert (ours.bos_id, ours.eos_ids) == (1, {2})
+    assert merges_of(ours._backend) == merges_of(theirs.backend_tokenizer)
     for text in [*TRICKY, "".join(TRICKY), "<s>x</s>y"]:
         expected = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text) == ([1] + expected if expected[0] != 1 else expected)

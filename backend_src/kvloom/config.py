@@ -25,7 +25,7 @@ class Settings(BaseModel):
         block_size: tokens per block, a power of two.
         context_length: longest sequence in tokens; 0 takes the model's own.
         max_batch_tokens: a step's token budget.
-        max_running: most sequences in one step (and never more than max_batch_tokens: each takes a token of the budget).
+        max_running: most sequences in one step; never more than max_batch_tokens, of which each takes one.
         max_queue: most requests waiting for admission; more are refused at once.
         threads: CPU threads of a step; 0 takes every core.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.

@@ -1,5 +1,6 @@
 """The memory behind the block pool."""
 
+import numpy as np
 import torch
 
 from kvloom.kv.codec import BlockGeometry, LayerCache, PlainCodec
@@ -18,6 +19,7 @@ class Storage:
     def __init__(self, codec: PlainCodec, geometry: BlockGeometry, blocks: int, device: torch.device):
         self.slab_bytes = SLAB_BLOCKS * codec.block_bytes(geometry)
         size = blocks * codec.block_bytes(geometry)
-        # zeroed: a masked row of a fresh block times NaN would be NaN; untouched pages cost no memory until used
-        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        # zeroed: a masked row of a fresh block times NaN would be NaN. numpy's zeros cost neither time nor memory
+        # before a page is written, torch's are written at once
+        self.memory = torch.from_numpy(np.zeros(size, dtype=np.uint8)).to(device)
         self.layers: list[LayerCache] = codec.layers(self.memory, geometry)

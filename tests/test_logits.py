@@ -1,0 +1,240 @@
+"""Logits against a float64 forward: kvloom in fp32 is as exact as transformers in fp32, however it is computed."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+from float64_llama import Float64Llama
+from kvloom.fetch import default_model
+from kvloom.kv.codec import BlockGeometry, PlainCodec
+from kvloom.kv.storage import Storage
+from kvloom.models.decoder import Decoder
+from kvloom.models.weights import open_model
+from kvloom.request import Request, SamplingParams, Sequence, Slice
+from kvloom.runner import build_batch
+from kvloom.tokenizer import Tokenizer
+from some_tokenizers import default_metadata, default_tokenizer, transformers_from_gguf
+from tiny_models import HEADS, LLAMA3_ROPE, make_tiny, to_gguf
+
+TEXTS = [
+    "  two spaces, and the dog did not mind it in the least: it was asleep  and   kept dreaming of a quick brown fox.",
+    "Crème brûlée, naïve façades and Übergröße: what is a café without crème?",
+    "emoji 😀 👩‍👩‍👧 🏳️‍🌈, one after the other 🎉🎉, and 天气!",
+    "def cached(key, size=16):\n    if key in kept:\n        return kept[key]  # hit\n    for i in range(size):\n"
+    "        kept[key] = i ** 2\n\n    return None\n\n\nprint(cached('a'), cached('b'))\n",
+    "12 times 34 is 408; 3.14159265358979 is not 22/7, 2026-07-31 is a date and 1,000,000 is a million.",
+]
+SHORT = 0
+"""The text that is also computed token by token."""
+
+BLOCK_SIZE = 16
+CHUNKS = (1, 7, 16)
+"""Uneven chunks: none ends where a block does; the rest of the text is the last one."""
+
+TINY = {f"{heads}-{kv_heads}": {"heads": heads, "kv_heads": kv_heads} for heads, kv_heads in HEADS}
+TINY["llama3"] = {"heads": 9, "kv_heads": 3, "tied": False, "rope_parameters": LLAMA3_ROPE}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a model's logits should be.
+
+    Attributes:
+        folder: the model, as a Hugging Face folder.
+        ids: token ids of TEXTS.
+        exact: float64 logits of each.
+        errors: the largest error of transformers' fp32 logits of each.
+    """
+
+    folder: Path
+    ids: list[list[int]]
+    exact: list[torch.Tensor]
+    errors: list[float]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, folder: Path, ids: list[list[int]]) -> "Reference":
+        theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        truth = Float64Llama(theirs.config, load_file(folder / "model.safetensors"))
+        exact = [truth.logits(text) for text in ids]
+        errors = [
+            _largest_error(theirs(torch.tensor([text])).logits[0], logits)
+            for text, logits in zip(ids, exact, strict=True)
+        ]
+        return cls(folder, ids, exact, errors)
+
+    def check(self, text: int, logits: torch.Tensor) -> None:
+        """Hold kvloom's logits of a text against the truth; the printed ratio shows with ``pytest -rP``."""
+        exact = self.exact[text]
+        ratio = _largest_error(logits, exact) / self.errors[text]
+        print(f"text {text}, {len(exact)} tokens: {ratio:.2f} times transformers' error of {self.errors[text]:.1e}")
+        assert ratio <= 2
+        best, second = exact.topk(2).values.T
+        clear = best - second > 1e-3
+        assert clear.sum() > len(exact) / 2  # else there was nothing to see
+        assert torch.equal(logits.argmax(-1)[clear], exact.argmax(-1)[clear])
+
+
+def _largest_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    assert logits.shape == exact.shape
+    return (logits.double() - exact).abs().max().item()
+
+
+def open_decoder(path: Path) -> Decoder:
+    files = open_model(path)
+    return Decoder(files.spec, files.load(torch.float32), torch.float32)
+
+
+@torch.inference_mode()
+def paged_logits(decoder: Decoder, texts: list[list[int]], chunks: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of every position of every text, computed side by side: step i takes the i-th chunk of each text."""
+    spec = decoder.spec
+    needed = [-(-len(text) // BLOCK_SIZE) for text in texts]
+    total = sum(needed) + 5
+    geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, BLOCK_SIZE)
+    storage = Storage(PlainCodec(torch.float32), geometry, total, torch.device("cpu"))
+    # what earlier sequences left behind; large, so that reading any of it shows
+    storage.memory.view(torch.float32).uniform_(-100, 100)
+    free = random.Random(3).sample(range(total), total)
+    sequences = []
+    for text, count in zip(texts, needed, strict=True):
+        sequence = Sequence(Request(id="", prompt_ids=tuple(text), params=SamplingParams(), arrival=0.0))
+        sequence.blocks = [free.pop() for _ in range(count)]
+        sequences.append(sequence)
+    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    for step in range(max(map(len, chunks))):
+        running = [i for i, counts in enumerate(chunks) if step < len(counts)]
+        slices = [Slice(sequences[i], sum(chunks[i][:step]), chunks[i][step]) for i in running]
+        batch = build_batch(slices, BLOCK_SIZE)
+        logits = decoder.forward(replace(batch, logit_rows=torch.arange(len(batch.tokens))), storage.layers)
+        for i, part in zip(running, logits.split([piece.count for piece in slices]), strict=True):
+            rows[i].append(part)
+    return [torch.cat(parts) for parts in rows]
+
+
+def uneven(lengths: list[int]) -> list[list[int]]:
+    """Chunks for each length, in an order that differs between neighbours: a step holds decodes beside prefills."""
+    chunks = []
+    for i, length in enumerate(lengths):
+        first = i % len(CHUNKS)
+        sizes = [*CHUNKS[first:], *CHUNKS[:first]]
+        assert length > sum(sizes)
+        chunks.append([*sizes, length - sum(sizes)])
+    return chunks
+
+
+def check_all_ways(decoder: Decoder, reference: Reference) -> None:
+    ids = reference.ids
+    for i, text in enumerate(ids):
+        print("whole", end=" ")
+        reference.check(i, paged_logits(decoder, [text], [[len(text)]])[0])
+    for i, logits in enumerate(paged_logits(decoder, ids, uneven(list(map(len, ids))))):
+        print("chunks", end=" ")
+        reference.check(i, logits)
+    print("decode", end=" ")
+    reference.check(SHORT, paged_logits(decoder, [ids[SHORT]], [[1] * len(ids[SHORT])])[0])
+
+
+# The default model
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """The GGUF file's weights as a folder, by the reader, the dequantization and the row order of others."""
+    folder = tmp_path_factory.mktemp("default") / "model"
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config.save_pretrained(folder)
+    undo = LlamaTensorProcessor({"num_attention_heads": 9, "num_key_value_heads": 3}).process
+    by_gguf_name = {
+        tensor.name: undo(gguf.dequantize(tensor.data, tensor.tensor_type), name=tensor.name).weights
+        for tensor in gguf.GGUFReader(default_model()).tensors
+    }
+    tensors = {_hf_name(name): torch.from_numpy(weights.copy()) for name, weights in by_gguf_name.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    yield Reference.of(folder, [default_tokenizer().encode(text) for text in TEXTS])
+    shutil.rmtree(folder)  # pytest would keep half a gigabyte for each of the last runs
+
+
+def _hf_name(gguf_name: str) -> str:
+    outside = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    if gguf_name in outside:
+        return outside[gguf_name]
+    _, layer, part, _ = gguf_name.split(".")
+    parts = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    return f"model.layers.{layer}.{parts[part]}.weight"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_default_model(default, kind):
+    decoder = open_decoder(default_model() if kind == "gguf" else default.folder)
+    check_all_ways(decoder, default)
+
+
+def test_default_model_ids(default, tmp_path):
+    tokenizer = transformers_from_gguf(tmp_path, default_metadata())
+    assert default.ids == [tokenizer(text).input_ids for text in TEXTS]
+
+
+# Tiny random models
+
+
+@pytest.fixture(scope="module", params=TINY)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = make_tiny(tmp_path_factory.mktemp(request.param) / "model", **TINY[request.param])
+    tokenizer = Tokenizer.from_folder(folder)
+    return Reference.of(folder, [tokenizer.encode(text) for text in TEXTS])
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_tiny_model(tiny, kind, tmp_path):
+    path = tiny.folder if kind == "folder" else to_gguf(tiny.folder, tmp_path / "f32.gguf", GgmlType.F32)
+    check_all_ways(open_decoder(path), tiny)
+
+
+def test_tiny_model_ids(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder)
+    assert tiny.ids == [tokenizer(text).input_ids for text in TEXTS]
+
+
+def test_f16_gguf_is_the_folder_within_fp16_noise(tiny, tmp_path):
+    """H24: rounding each weight to fp16 is all that happens; interleaved rows, say, would be another model."""
+    decoder = open_decoder(to_gguf(tiny.folder, tmp_path / "f16.gguf", GgmlType.F16))
+    for text, exact in zip(tiny.ids, tiny.exact, strict=True):
+        logits = paged_logits(decoder, [text], [[len(text)]])[0]
+        noise = (logits.double() - exact).norm() / exact.norm()
+        print(f"noise {noise:.1e}")
+        assert 0 < noise < 1e-3
