@@ -231,6 +231,20 @@ def test_loop_serves_many_threads(engine, prompts, expected):
     assert {number: answer.ids for number, answer in results.items()} == {n: expected[n % 8][0] for n in range(24)}
 
 
+def test_loop_survives_a_failing_scheduler(engine, prompts, expected, monkeypatch):
+    loop = Loop(engine)
+    monkeypatch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
+    loop.start()
+    answer, done = submit(loop, prompts[4], max_tokens=40, temperature=0.0)
+    assert done.wait(10)
+    assert isinstance(answer.error, Internal)
+    monkeypatch.undo()
+    answer, done = submit(loop, prompts[4], max_tokens=40, temperature=0.0)
+    assert done.wait(10)
+    assert answer.ids == expected[4][0]
+    loop.stop()
+
+
 def test_stopping_the_loop_ends_every_answer(engine, prompts):
     loop = Loop(engine)
     loop.start()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from kvloom.engine import Engine, Stats
-from kvloom.errors import Unavailable
+from kvloom.errors import Internal, Unavailable
 from kvloom.request import Request, Sequence, Sink
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,13 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._handle(wait=not self._engine.busy)
-            if self._engine.busy:
-                self._engine.step()
+            try:
+                self._handle(wait=not self._engine.busy)
+                if self._engine.busy:
+                    self._engine.step()
+            except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
+                log.exception("the engine failed outside a step")
+                self._engine.fail_all(Internal(f"the engine failed: {error}"))
             self.stats = self._engine.stats()
 
     def _handle(self, wait: bool) -> None:

@@ -8,11 +8,13 @@ import triton_python_backend_utils as pb_utils
 
 from kvloom.assemble import assemble
 from kvloom.config import Settings
-from kvloom.errors import InvalidArgument, RequestError, SetupError
+from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
 from kvloom.loop import Loop
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.stream import CancelWatcher, ResponseStream, Senders
 from kvloom.serving.wire import decode
+
+log = logging.getLogger(__name__)
 
 START, END = 1, 2
 """Triton's sequence flags."""
@@ -45,6 +47,9 @@ class LlmModel:
                 self._submit(request, stream)
             except RequestError as error:
                 stream.fail(error)
+            except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
+                log.exception("request %s failed before it reached the engine", request.request_id())
+                stream.fail(Internal(f"the request could not be read: {error}"))
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""

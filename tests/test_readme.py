@@ -1,0 +1,79 @@
+"""The README's code does what the README says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import Settings
+from kvloom.request import SamplingParams
+from server import assert_idle, canary
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def section(title: str) -> str:
+    return README.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def first_column(table: str) -> set[str]:
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_there_are_snippets():
+    assert ["tritonclient" in snippet for snippet in SNIPPETS] == [True, False]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["tritonclient", "kvloom_client"])
+def test_snippet(server, snippet):
+    assert "127.0.0.1:8001" in snippet
+    code = snippet.replace("127.0.0.1:8001", server.grpc_url)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.split()) >= 3, run.stdout
+    if "kvloom_client" in snippet:
+        assert " Paris." in run.stdout
+        assert run.stdout.endswith("length 8\n")
+    canary(server)
+    assert_idle(server)
+
+
+def test_every_setting_is_described():
+    assert first_column(section("Settings")) == {n for n in Settings.model_fields if not n.startswith("test_")}
+
+
+def test_every_sampling_key_is_described():
+    assert first_column(section("Calling it").split("| sampling key |")[1]) == set(SamplingParams.model_fields)
+
+
+def test_every_input_is_described():
+    config = (Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt").read_text()
+    inputs = set(re.findall(r'name: "(\w+)".*optional', config))
+    assert first_column(section("Calling it").split("| sampling key |")[0]) == inputs
+    outputs = set(re.findall(r'name: "(\w+)" data_type: \w+ dims: \[ ?-?\d+ ?\] }', config))
+    assert outputs
+    assert all(f"`{name}`" in section("Calling it") for name in outputs)
+
+
+def test_defaults_in_the_tables_are_the_defaults():
+    rows = re.findall(r"^\| `(\w+)` \| `?([\w.-]+)`? \|", section("Settings"), re.MULTILINE)
+    assert len(rows) == len(Settings.model_fields) - 1
+    for name, default in rows:
+        assert str(Settings.model_fields[name].default) == default
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.-]+) \|", section("Calling it"), re.MULTILINE)
+    assert len(rows) >= 4
+    for name, default in rows:
+        assert str(SamplingParams.model_fields[name].default) == default
+
+
+def test_the_error_in_the_readme_is_the_real_one(client):
+    from kvloom_client import InvalidArgument
+
+    [text] = re.findall(r"`(INVALID_ARG: temperature: [^`]+)`", README)
+    with pytest.raises(InvalidArgument) as caught:
+        client.generate(text_input="Hello", temperature=-1.0)
+    assert str(caught.value) == text
