@@ -9,7 +9,8 @@ MAX_SUM = 192
 """Longest sum of fp32 products that oneDNN adds up in one accumulator.
 
 Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
-plain product at 1,536 features. Sums of sums get that back for about a fifth of the speed: fp32 is asked for to be exact.
+plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
+exact.
 """
 
 
