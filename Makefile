@@ -12,7 +12,7 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	$(BIN)/kvloom generate --serve "Explain in three sentences what a KV cache is."
+	$(BIN)/kvloom generate --serve --temperature 0 "What is the capital of France, and what is it known for?"
 
 serve: setup
 	$(BIN)/kvloom serve

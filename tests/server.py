@@ -18,7 +18,7 @@ SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queu
 REFERENCE = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())["prompts"]
 """Greedy answers of the default model by the transformers library: name, prompt, prompt_ids, ids, text."""
 
-IDLE_FOR_S = 0.5
+IDLE_FOR_S = 0.3
 """The engine copies its figures to the metrics every 0.2 s; one idle look may be an old one."""
 
 

@@ -52,7 +52,7 @@ def random_texts(client: Client, decode, seeds: int) -> None:
 
 
 def test_h01_random_text_streams_whole_characters(client, decode):
-    random_texts(client, decode, 16)
+    random_texts(client, decode, 12)
 
 
 @pytest.mark.full
@@ -65,39 +65,48 @@ def test_h01_characters_of_several_tokens(client, decode):
     request = {"text_input": reference["prompt"], "temperature": 0.0, "max_tokens": 64, "ignore_eos": True}
     check_h01(client, decode, request)
     # an answer cut in the middle of a character, at every length
-    for length in range(1, 12):
-        check_h01(client, decode, {**request, "max_tokens": length})
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda length: check_h01(client, decode, {**request, "max_tokens": length}), range(1, 12)))
 
 
-@pytest.mark.parametrize("stop", ["DEFGHIJ", "XYZ\n\nNow", "QRSTUVWXYZ\n\nNow, let"])
-def test_h03_no_part_of_a_stop_string_is_sent(client, stop):
-    request = {"text_input": ALPHABET, "temperature": 0.0, "max_tokens": 60}
+def test_h03_no_part_of_a_stop_string_is_sent(client):
+    request = {"text_input": ALPHABET, "temperature": 0.0, "max_tokens": 32}
     text = client.generate(**request, timeout=60).text
-    assert stop in text
-    deltas, ids, reason = streamed(client, **request, stop=stop)
-    assert "".join(deltas) == text[: text.index(stop)]
-    assert reason == "stop"
-    assert len(ids) < 60, "generation went on after the stop string"
-    assert client.generate(**request, stop=stop, timeout=60).text == "".join(deltas)
+
+    def check(stop: str) -> None:
+        assert stop in text
+        deltas, ids, reason = streamed(client, **request, stop=stop)
+        assert "".join(deltas) == text[: text.index(stop)]
+        assert reason == "stop"
+        assert len(ids) < 32, "generation went on after the stop string"
+        assert client.generate(**request, stop=stop, timeout=60).text == "".join(deltas)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(check, ["DEFGHIJ", "XYZ\n\nNow", "QRSTUVWXYZ\n\nNow, let"]))
 
 
-def check_stop(client: Client, request: dict, text: str, stop: str) -> None:
-    answer = client.generate(**request, stop=[stop, "never in the text"], timeout=60)
-    assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
-    kept = client.generate(**request, stop=stop, include_stop_str_in_output=True, timeout=60)
-    assert kept.text == text[: text.index(stop) + len(stop)]
-    assert "".join(streamed(client, **request, stop=stop)[0]) == answer.text
+def check_stops(client: Client, request: dict, text: str, stops: list[str]) -> None:
+    """Each stop string ends the answer ``text`` at its first occurrence."""
+
+    def check(stop: str) -> None:
+        answer = client.generate(**request, stop=[stop, "never in the text"], timeout=60)
+        assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
+        kept = client.generate(**request, stop=stop, include_stop_str_in_output=True, timeout=60)
+        assert kept.text == text[: text.index(stop) + len(stop)]
+        assert "".join(streamed(client, **request, stop=stop)[0]) == answer.text
+
+    with ThreadPoolExecutor(len(stops)) as pool:
+        list(pool.map(check, stops))
 
 
 @pytest.mark.parametrize(
     ("prompt", "stops"), [("The capital city of France is", ["Par", "Pari", "aris"]), (ALPHABET, ["DE", "EF", "GHI"])]
 )
 def test_h04_stop_string_inside_a_token(client, prompt, stops):
-    request = {"text_input": prompt, "temperature": 0.0, "max_tokens": 24}
+    request = {"text_input": prompt, "temperature": 0.0, "max_tokens": 12}
     text = client.generate(**request, timeout=60).text
-    for stop in stops:
-        assert stop in text
-        check_stop(client, request, text, stop)
+    assert all(stop in text for stop in stops)
+    check_stops(client, request, text, stops)
 
 
 def test_h04_three_characters_of_any_token(client, decode):
@@ -105,8 +114,7 @@ def test_h04_three_characters_of_any_token(client, decode):
     answer = client.generate(**request, timeout=60)
     long_tokens = [piece for piece in map(decode, ([token] for token in answer.token_ids)) if len(piece) >= 5]
     assert len(long_tokens) > 5
-    for piece in long_tokens[:6]:
-        check_stop(client, request, answer.text, piece[1:4])
+    check_stops(client, request, answer.text, [piece[1:4] for piece in long_tokens[:6]])
 
 
 def one_text(client: Client, max_tokens: int) -> None:
@@ -131,7 +139,7 @@ def one_text(client: Client, max_tokens: int) -> None:
 
 
 def test_h12_one_text_whatever_runs_beside_it(client):
-    one_text(client, 32)
+    one_text(client, 24)
 
 
 @pytest.mark.full

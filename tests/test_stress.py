@@ -21,7 +21,7 @@ def storm(server: Server, requests: int, concurrency: int) -> tuple[int, int]:
     """
     rng = random.Random(11)
     plans = [
-        (rng.randint(1, 200), rng.randint(1, 60), rng.uniform(0, 3) if rng.random() < 1 / 3 else None, rng.random())
+        (rng.randint(1, 80), rng.randint(1, 50), rng.uniform(0, 2) if rng.random() < 1 / 3 else None, rng.random())
         for _ in range(requests)
     ]
 
