@@ -57,7 +57,8 @@ def assemble(settings: Settings) -> Assembly:
     storage = Storage(codec, geometry, blocks, torch.device("cpu"))
     runner = Runner(decoder, storage, settings.block_size)
     scheduler = Scheduler(pool, settings.max_running, settings.max_batch_tokens)
-    limits = Limits(context, settings.max_queue, settings.test_fail_after_tokens)
+    kv_name = next(name for name, dtype in _DTYPES.items() if dtype == kv_dtype)
+    limits = Limits(context, settings.max_queue, kv_name, settings.test_fail_after_tokens)
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer)
 

@@ -30,21 +30,30 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer_factory(backend: Backend) -> Callable[[], Detokenizer]:
-    """Prepare the tables of a tokenizer's decoder once; the result makes one detokenizer per answer.
+def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
+    """Prepare the tables of a tokenizer's decoder once.
+
+    Returns:
+        Makes one detokenizer per answer, from whether special tokens are skipped.
 
     Raises:
         ModelError: the tokenizer's decoder is of a kind that can't be streamed exactly.
     """
-    tokens = _plain_tokens(backend)
+    tables = {skip_special: _spellings(backend, skip_special) for skip_special in (True, False)}
     decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
     steps = _flatten(decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        byte_pieces = [None if token is None else _byte_level_bytes(token) for token in tokens]
-        return lambda: ByteLevelDetokenizer(byte_pieces)
+        byte_pieces = {
+            skip: [None if token is None else _byte_level_bytes(token) for token in tokens]
+            for skip, tokens in tables.items()
+        }
+        return lambda skip_special: ByteLevelDetokenizer(byte_pieces[skip_special])
     if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP]):
-        pieces = [None if token is None else _sentencepiece_piece(token) for token in tokens]
-        return lambda: SentencePieceDetokenizer(pieces, strip=bool(steps[3:]))
+        pieces = {
+            skip: [None if token is None else _sentencepiece_piece(token) for token in tokens]
+            for skip, tokens in tables.items()
+        }
+        return lambda skip_special: SentencePieceDetokenizer(pieces[skip_special], strip=bool(steps[3:]))
     names = " + ".join(step["type"] for step in steps) or "none"
     raise ModelError(
         f"tokenizer decoder {names} is not supported; supported: ByteLevel, and SentencePiece's "
@@ -134,9 +143,10 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [decoder]
 
 
-def _plain_tokens(backend: Backend) -> list[str | None]:
-    """Spelling of every id; None for special tokens and gaps, which a decode skips."""
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+def _spellings(backend: Backend, skip_special: bool) -> list[str | None]:
+    """Spelling of every id; None for gaps and, unless they are wanted, special tokens."""
+    added = backend.get_added_tokens_decoder().values() if skip_special else ()
+    special = {token.content for token in added if token.special}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():

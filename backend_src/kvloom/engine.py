@@ -1,16 +1,17 @@
 """The engine: requests in, steps, deltas out. Used by one thread at a time (see loop.py)."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvloom.answer import Answer
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.kv.blocks import BlockPool
-from kvloom.request import Delta, FinishReason, Request, Sequence, Sink
+from kvloom.request import Delta, FinishReason, Request, Sampled, Sequence, Sink
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
-from kvloom.text import TextStream
 from kvloom.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -23,11 +24,13 @@ class Limits:
     Attributes:
         context_length: longest sequence, prompt and answer, in tokens.
         max_queue: most requests waiting.
+        kv_dtype: name of the cache's dtype, for usage.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
     """
 
     context_length: int
     max_queue: int
+    kv_dtype: str
     fail_after_tokens: int = 0
 
 
@@ -45,12 +48,6 @@ class Stats:
     finished: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    text: TextStream
-    sink: Sink
-
-
 class Engine:
     """Submit, step, commit.
 
@@ -63,7 +60,8 @@ class Engine:
         self._pool = pool
         self._tokenizer = tokenizer
         self._limits = limits
-        self._answers: dict[Sequence, _Answer] = {}
+        self._answers: dict[Sequence, Answer] = {}
+        self._with_deadline: set[Sequence] = set()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
@@ -88,9 +86,9 @@ class Engine:
             self._finished["error"] += 1
             sink(Delta("", (), error=Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")))
             return
-        params = sequence.request.params
-        text = TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
-        self._answers[sequence] = _Answer(text, sink)
+        self._answers[sequence] = Answer(sequence.request, self._tokenizer, self._limits.context_length, sink)
+        if sequence.request.deadline is not None:
+            self._with_deadline.add(sequence)
         self._scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -110,23 +108,25 @@ class Engine:
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
+        self._end_overdue()
         plan = self._scheduler.plan()
         if plan.outgrown is not None:
             self._end(plan.outgrown, reason=FinishReason.LENGTH)
         if not plan.slices:
             return
+        for piece in plan.slices:
+            self._answers[piece.sequence].start()
         try:
-            tokens = self._runner.run(plan.slices)
+            outcomes = iter(self._runner.run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
             log.exception("a step of %d sequences failed", len(plan.slices))
             for piece in plan.slices:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
             return
-        sampled = iter(tokens)
         for piece in plan.slices:
             piece.sequence.computed = piece.start + piece.count
             if piece.samples:
-                self._commit(piece.sequence, next(sampled))
+                self._commit(piece.sequence, next(outcomes))
 
     def stats(self) -> Stats:
         """A snapshot for metrics."""
@@ -141,45 +141,53 @@ class Engine:
             finished=dict(self._finished),
         )
 
-    def _commit(self, sequence: Sequence, token: int) -> None:
-        """Append a sampled token, and end the answer where it ends."""
-        request, text = sequence.request, self._answers[sequence].text
+    def _end_overdue(self) -> None:
+        """End the answers whose deadline has passed, running or waiting."""
+        now = time.monotonic()
+        for sequence in [s for s in self._with_deadline if s.request.deadline is not None and s.request.deadline <= now]:
+            self._end(sequence, reason=FinishReason.DEADLINE)
+
+    def _commit(self, sequence: Sequence, outcome: Sampled | Exception) -> None:
+        """Append what was sampled, and end the answer where it ends."""
+        request, answer = sequence.request, self._answers[sequence]
         fail_after = self._limits.fail_after_tokens
         if fail_after and sequence.generated == fail_after and request.id.startswith("test-fail"):
-            self._end(sequence, error=Internal(f"test_fail_after_tokens={fail_after}"))
+            outcome = Internal(f"test_fail_after_tokens={fail_after}")
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            text, reason = answer.take(sequence, outcome)
+        except Exception as error:  # noqa: BLE001 one answer's fault must not end its neighbours
+            log.exception("request %s failed", request.id)
+            self._end(sequence, error=error if isinstance(error, RequestError) else Internal(str(error)))
             return
-        sequence.tokens.append(token)
         self._tokens["generated"] += 1
         if sequence.generated == 1:
             self._tokens["prompt"] += len(request.prompt_ids)
-        at_end = token in self._tokenizer.eos_ids and not request.params.ignore_eos
-        try:
-            delta = "" if at_end else text.push(token)
-        except Exception as error:  # noqa: BLE001 one answer's text must not end its neighbours
-            log.exception("the text of request %s failed", request.id)
-            self._end(sequence, error=Internal(f"the text of token {token} failed: {error}"))
-            return
-        if at_end or text.stopped:
-            self._end(sequence, delta, (token,), FinishReason.STOP)
-        elif sequence.generated >= request.params.max_tokens or len(sequence.tokens) >= self._limits.context_length:
-            self._end(sequence, delta, (token,), FinishReason.LENGTH)
+        if reason is None:
+            answer.sink(Delta(text, (outcome,)))
         else:
-            self._answers[sequence].sink(Delta(delta, (token,)))
+            self._end(sequence, text, (outcome,), reason)
 
     def _end(
         self,
         sequence: Sequence,
         text: str = "",
-        token_ids: tuple[int, ...] = (),
+        tokens: tuple[Sampled, ...] = (),
         reason: FinishReason | None = None,
         error: RequestError | None = None,
     ) -> None:
         """Free what the sequence holds and send its final delta; text that was held back comes out first."""
-        self._scheduler.remove(sequence)
         answer = self._answers.pop(sequence)
-        if error is None:
-            text += answer.text.flush()
-            if answer.text.stopped and reason is FinishReason.LENGTH:
-                reason = FinishReason.STOP
-        self._finished[reason or "error"] += 1
-        answer.sink(Delta(text, token_ids, reason, error))
+        usage = answer.usage(sequence, self._limits.kv_dtype)
+        self._with_deadline.discard(sequence)
+        self._scheduler.remove(sequence)
+        if error is not None:
+            self._finished["error"] += 1
+            answer.sink(Delta("", (), error=error))
+            return
+        text += answer.text.flush()
+        if answer.text.stopped and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
+        self._finished[str(reason)] += 1
+        answer.sink(Delta(text, tokens, reason, usage=usage))

@@ -10,29 +10,48 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvloom.errors import RequestError
 
-Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+TokenId = Annotated[int, Field(ge=0)]
+Texts = tuple[str, ...]
+"""A string or a list of strings; empty ones mean nothing and are dropped."""
 
 
 class SamplingParams(BaseModel):
-    """How tokens are chosen and when an answer ends. Keys, defaults and ranges are the sampling JSON's."""
+    """How tokens are chosen and when an answer ends. Keys, defaults and ranges are the sampling JSON's.
+
+    Order of effects: logit_bias, penalties (repetition over prompt and answer, presence and frequency over the answer
+    alone), bans (bad_words, end tokens before min_tokens); then temperature, min_p, top_k, top_p.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
-    seed: Seed | None = None
-    stop: tuple[str, ...] = ()
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    stop: Texts = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    bad_words: Texts = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
+    skip_special_tokens: bool = True
+    n: Annotated[int, Field(ge=1, le=1)] = 1
+    beam_width: Annotated[int, Field(ge=1, le=1)] = 1
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
-        stops = (value,) if isinstance(value, str) else value
+        texts = (value,) if isinstance(value, str) else value
         # JSON has no tuples; strict mode would refuse its lists
-        return tuple(stop for stop in stops if stop != "") if isinstance(stops, (list, tuple)) else stops
+        return tuple(text for text in texts if text != "") if isinstance(texts, (list, tuple)) else texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +63,21 @@ class Request:
         prompt_ids: token ids of the prompt, at least one.
         params: how to sample and when to stop.
         arrival: ``time.monotonic()`` when it was received, seconds.
+        logprobs: how many alternatives per token are wanted beside the token's own log probability; None: no
+            log probabilities at all.
+        deadline: ``time.monotonic()`` at which the answer so far is the answer; None: no deadline.
+        priority: higher runs first.
+        cache_salt: only requests of the same salt share prefixes.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival: float
+    logprobs: int | None = None
+    deadline: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class FinishReason(StrEnum):
@@ -58,6 +86,53 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that was chosen.
+
+    Attributes:
+        id: the token.
+        logprob: its natural log probability under the raw logits; None where not asked for.
+        top: the likeliest tokens and their log probabilities, best first; as many as were asked for.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an answer took. Times in milliseconds.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them whose KV was found in the cache.
+        generated_tokens: tokens generated.
+        queue_ms: from arrival to the first step it took part in.
+        prefill_ms: from there to the first token.
+        decode_ms: from there to the end.
+        blocks: blocks it held at the end.
+        kv_dtype: of its cache.
+        kv_policy: eviction policy of its cache.
+        evicted_blocks: blocks the policy dropped.
+        preemptions: how often it had to give its blocks away.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    generated_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    blocks: int
+    kv_dtype: str
+    kv_policy: str = "full"
+    evicted_blocks: int = 0
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +141,22 @@ class Delta:
 
     Attributes:
         text: text that is certain now (may be empty while a character or a possible stop string is incomplete).
-        token_ids: tokens generated since the previous delta, end and stop tokens included.
+        tokens: tokens generated since the previous delta, end and stop tokens included.
         finish_reason: set on the last delta only.
         error: set instead of a finish reason when the request failed; the delta is then the last.
+        usage: set beside a finish reason.
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    tokens: tuple[Sampled, ...]
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
+    usage: Usage | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of ``tokens``."""
+        return tuple(token.id for token in self.tokens)
 
     @property
     def final(self) -> bool:
@@ -96,6 +178,7 @@ class Sequence:
         computed: how many leading tokens have their KV in ``blocks``.
         seed: the request's, or a random one: every draw is a function of seed and position.
         blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
+        preemptions: how often it gave its blocks away and was computed anew.
     """
 
     request: Request
@@ -103,6 +186,7 @@ class Sequence:
     seed: int = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

@@ -98,5 +98,6 @@ class Scheduler:
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.computed = 0
+        sequence.preemptions += 1
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -19,25 +19,37 @@ class TextStream:
 
     __slots__ = ("_detokenizer", "_held", "_include_stop", "_searches", "stopped")
 
-    def __init__(self, tokenizer: "Tokenizer", stop: tuple[str, ...] = (), include_stop: bool = False):
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        *,
+        skip_special_tokens: bool = True,
+    ):
         """Start an answer.
 
         Args:
             tokenizer: of the model that answers.
             stop: non-empty stop strings.
             include_stop: keep the stop string as the end of the text.
+            skip_special_tokens: special tokens have no text.
         """
-        self._detokenizer = tokenizer.new_detokenizer()
+        self._detokenizer = tokenizer.new_detokenizer(skip_special_tokens)
         self._searches = [_Search(text) for text in stop]
         self._include_stop = include_stop
         self._held = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """Take the next token and return the text that is certain now, often one token's, sometimes none."""
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """Take the next token and return the text that is certain now, often one token's, sometimes none.
+
+        Text that comes while ``may_stop`` is False is no part of a stop string.
+        """
         if self.stopped:
             return ""
-        return self._until_stop(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        return self._until_stop(text) if may_stop else text
 
     def flush(self) -> str:
         """Return what was held back, at the end of the answer.

@@ -19,7 +19,8 @@ class Tokenizer:
         bos_id: id of the token that begins a sequence; None if the model has none.
         eos_ids: every id that ends an answer.
         vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
-        new_detokenizer: makes a :class:`kvloom.detokenizer.Detokenizer` for one answer.
+        new_detokenizer: makes a :class:`kvloom.detokenizer.Detokenizer` for one answer; called with whether special
+            tokens are skipped.
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
