@@ -25,10 +25,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine and the tokenizer of its model."""
+    """An engine, the tokenizer of its model and the dtype of its cache."""
 
     engine: Engine
     tokenizer: Tokenizer
+    kv_dtype: str
 
 
 def assemble(settings: Settings) -> Assembly:
@@ -60,7 +61,7 @@ def assemble(settings: Settings) -> Assembly:
     kv_name = next(name for name, dtype in _DTYPES.items() if dtype == kv_dtype)
     limits = Limits(context, settings.max_queue, kv_name, settings.test_fail_after_tokens)
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
-    return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer)
+    return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer, kv_name)
 
 
 def _weights_dtype(weights: str) -> torch.dtype:

@@ -144,7 +144,9 @@ class Engine:
     def _end_overdue(self) -> None:
         """End the answers whose deadline has passed, running or waiting."""
         now = time.monotonic()
-        for sequence in [s for s in self._with_deadline if s.request.deadline is not None and s.request.deadline <= now]:
+        for sequence in [
+            s for s in self._with_deadline if s.request.deadline is not None and s.request.deadline <= now
+        ]:
             self._end(sequence, reason=FinishReason.DEADLINE)
 
     def _commit(self, sequence: Sequence, outcome: Sampled | Exception) -> None:

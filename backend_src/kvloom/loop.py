@@ -12,6 +12,7 @@ from kvloom.request import Request, Sequence, Sink
 log = logging.getLogger(__name__)
 
 Message = Callable[[], None]
+"""What the loop's thread does for another one."""
 
 
 class Loop:
@@ -52,6 +53,10 @@ class Loop:
     def cancel(self, sequence: Sequence) -> None:
         """End an answer as ``cancelled``; nothing happens when it has ended already."""
         self._inbox.put(lambda: self._engine.cancel(sequence))
+
+    def post(self, message: Message) -> None:
+        """Let the loop's thread run ``message`` between two steps."""
+        self._inbox.put(message)
 
     def stop(self) -> None:
         """End all answers with an error and wait for the thread to finish."""

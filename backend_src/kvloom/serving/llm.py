@@ -6,13 +6,17 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from kvloom.assemble import assemble
+from kvloom.assemble import Assembly, assemble
 from kvloom.config import Settings
 from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
 from kvloom.loop import Loop
+from kvloom.serving.control import read_control
+from kvloom.serving.fields import prompt_kind, read, returned
 from kvloom.serving.metrics import Metrics
-from kvloom.serving.stream import CancelWatcher, ResponseStream, Senders
-from kvloom.serving.wire import decode
+from kvloom.serving.sender import CancelWatcher, Sender
+from kvloom.serving.stream import Outboxes, ResponseStream, fail
+from kvloom.serving.turns import Turns
+from kvloom.serving.wire import decode, encoder
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +25,7 @@ START, END = 1, 2
 
 
 class LlmModel:
-    """What Triton calls. ``execute`` only enqueues; answers go out through the senders as they come."""
+    """What Triton calls. ``execute`` only enqueues; answers go out through the outboxes as they come."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
@@ -29,41 +33,52 @@ class LlmModel:
         parameters = json.loads(args["model_config"])["parameters"]
         try:
             settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
-            assembly = assemble(settings)
+            self._assembly: Assembly = assemble(settings)
         except SetupError as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._tokenizer = assembly.tokenizer
-        self._loop = Loop(assembly.engine)
-        self._senders = Senders()
-        self._watcher = CancelWatcher(self._loop)
+        self._loop = Loop(self._assembly.engine)
+        self._outboxes = Outboxes()
+        self._watcher = CancelWatcher()
+        self._turns = Turns(self._loop, self._assembly.kv_dtype)
         self._metrics = Metrics(self._loop)
         self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         for request in requests:
-            stream = self._senders.open(request.get_response_sender())
+            sender, outbox = Sender(request), self._outboxes.take()
             try:
-                self._submit(request, stream)
+                self._submit(request, sender, outbox)
             except RequestError as error:
-                stream.fail(error)
+                fail(outbox, sender, error)
             except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s failed before it reached the engine", request.request_id())
-                stream.fail(Internal(f"the request could not be read: {error}"))
+                fail(outbox, sender, Internal(f"the request could not be read: {error}"))
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
         self._watcher.stop()
         self._loop.stop()
-        self._senders.stop()
+        self._outboxes.stop()
         self._metrics.stop()
 
-    def _submit(self, request: Any, stream: ResponseStream) -> None:
+    def _submit(self, request: Any, sender: Sender, outbox: Any) -> None:
+        inputs = read(request)
+        kind = prompt_kind(inputs)
+        conversation = request.correlation_id()
+        tokenizer = self._assembly.tokenizer
+        if kind == "control":
+            encode = encoder(returned(inputs), tokenizer)
+            self._turns.control(read_control(inputs), conversation, ResponseStream(sender, outbox, encode))
+            return
         if request.flags() != START | END:
             raise InvalidArgument(
                 "sequence_start, sequence_end",
                 "set both on every request; conversations of several turns are not supported yet",
             )
-        call = decode(request, self._tokenizer)
-        stream.call = call
-        self._watcher.watch(stream, self._loop.submit(call.request, stream))
+        call = decode(request, kind, inputs, tokenizer, self._assembly.kv_dtype)
+        encode = encoder(call.outputs, tokenizer, len(call.request.prompt_ids), call.echo)
+        stream = ResponseStream(sender, outbox, encode, call.interval_s)
+        sequence = self._loop.submit(call.request, stream)
+        self._turns.add(conversation, sender, sequence)
+        self._watcher.watch(sender, lambda: self._loop.cancel(sequence))

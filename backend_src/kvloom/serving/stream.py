@@ -1,94 +1,90 @@
-"""One request's way back to its client, the threads that send, and the one that notices who left."""
+"""An answer's way from the loop to its client: merged where responses are wanted less often, sent by a few threads."""
 
 import logging
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from kvloom.errors import RequestError
-from kvloom.loop import Loop
-from kvloom.request import Delta, Sequence
-from kvloom.serving.wire import Call, encode
+from kvloom.request import Delta
+from kvloom.serving.sender import Sender
 
 log = logging.getLogger(__name__)
 
 SENDERS = 4
 """Sending blocks for about 100 microseconds with the GIL released: a few threads keep up with a busy step."""
 
-CANCEL_POLL_S = 0.1
-"""Seconds between looks at who left; a look costs about 30 microseconds per stream."""
-
-_Item = tuple["ResponseStream", Delta]
+_Outbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class ResponseStream:
-    """Sends one request's responses and exactly one final mark.
+    """An engine's sink that sends an answer to its client.
 
-    Calling it (as an engine's sink, from the loop's thread) only queues; a sender thread does the work.
+    Calling it (from the loop's thread) only queues; a sender thread does the work.
+
+    Args:
+        sender: of the request.
+        outbox: whose thread sends.
+        encode: makes a response's tensors from a delta.
+        interval_s: least time between responses; infinite for an answer that is sent whole.
     """
 
-    def __init__(self, sender: Any, outbox: "queue.SimpleQueue[_Item | None]"):
-        self.call: Call | None = None
-        self.closed = False
+    def __init__(self, sender: Sender, outbox: _Outbox, encode: Callable[[Delta], list[Any]], interval_s: float = 0.0):
         self._sender = sender
         self._outbox = outbox
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        # Triton dies when is_cancelled() runs during or after the final send: both take this lock
-        self._lock = threading.Lock()
+        self._encode = encode
+        self._interval_s = interval_s
+        # an answer that is sent whole is not begun with its first token
+        self._next_s = 0.0 if interval_s < float("inf") else interval_s
+        self._held: list[Delta] = []
 
     def __call__(self, delta: Delta) -> None:
-        """Queue a delta; an answer that is not streamed is collected until it is whole."""
-        if self.call is None or self.call.stream or delta.error is not None:
-            self._outbox.put((self, delta))
-            return
-        self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        if delta.final:
-            text = self.call.echo + "".join(self._texts)
-            self._outbox.put((self, Delta(text, tuple(self._token_ids), delta.finish_reason)))
-
-    def fail(self, error: RequestError) -> None:
-        """End a request that never reached the engine."""
-        self(Delta("", (), error=error))
-
-    def send(self, delta: Delta) -> None:
-        """Send a delta now; called by one sender thread only, so order is kept."""
+        """Queue a delta, together with those held back before it, or hold it back too."""
         if delta.error is not None:
-            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(delta.error)))
-        else:
-            assert self.call is not None, "only requests that were decoded have answers"
-            response = pb_utils.InferenceResponse(encode(self.call, delta))
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if delta.final else 0
-        with self._lock:
-            self.closed = delta.final
-            self._sender.send(response, flags)
-
-    def cancelled(self) -> bool:
-        """Whether the client left; False once the answer is over."""
-        with self._lock:
-            return not self.closed and self._sender.is_cancelled()
+            error = str(delta.error)
+            self._outbox.put(lambda: self._sender.fail(error))
+            return
+        self._held.append(delta)
+        now = time.monotonic() if self._interval_s else 0.0
+        if delta.final or now >= self._next_s:
+            self._next_s = now + self._interval_s
+            merged = _merge(self._held)
+            self._held = []
+            self._outbox.put(lambda: self._sender.send(self._encode(merged), merged.final))
 
 
-class Senders:
-    """A few threads that send; a stream stays with one of them, so that its responses keep their order."""
+def _merge(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        finish_reason=deltas[-1].finish_reason,
+        usage=deltas[-1].usage,
+    )
+
+
+class Outboxes:
+    """A few threads that send; an answer stays with one of them, so that its responses keep their order."""
 
     def __init__(self) -> None:
-        self._outboxes: list[queue.SimpleQueue[_Item | None]] = [queue.SimpleQueue() for _ in range(SENDERS)]
+        self._outboxes: list[_Outbox] = [queue.SimpleQueue() for _ in range(SENDERS)]
         self._threads = [
             threading.Thread(target=_send_all, args=(outbox,), name=f"kvloom-sender-{i}", daemon=True)
             for i, outbox in enumerate(self._outboxes)
         ]
-        self._opened = 0
+        self._taken = 0
         for thread in self._threads:
             thread.start()
 
-    def open(self, sender: Any) -> ResponseStream:
-        """A stream for a ``pb_utils`` response sender."""
-        self._opened += 1
-        return ResponseStream(sender, self._outboxes[self._opened % SENDERS])
+    def take(self) -> _Outbox:
+        """An outbox for a new answer."""
+        self._taken += 1
+        return self._outboxes[self._taken % SENDERS]
 
     def stop(self) -> None:
         """Send what is queued, then end the threads."""
@@ -98,45 +94,16 @@ class Senders:
             thread.join()
 
 
-def _send_all(outbox: "queue.SimpleQueue[_Item | None]") -> None:
-    while (item := outbox.get()) is not None:
-        stream, delta = item
+def fail(outbox: _Outbox, sender: Sender, error: RequestError) -> None:
+    """End a request that has no stream."""
+    text = str(error)
+    outbox.put(lambda: sender.fail(text))
+
+
+def _send_all(outbox: _Outbox) -> None:
+    while (send := outbox.get()) is not None:
         try:
-            stream.send(delta)
+            send()
         except pb_utils.TritonModelException:
             # the connection broke; Triton marks the request as cancelled and the watcher ends its work
             log.exception("a response could not be sent")
-
-
-class CancelWatcher:
-    """Looks regularly for clients that cancelled or went away and ends their requests in the loop."""
-
-    def __init__(self, loop: Loop):
-        self._loop = loop
-        self._watched: dict[ResponseStream, Sequence] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvloom-cancel-watcher", daemon=True)
-        self._thread.start()
-
-    def watch(self, stream: ResponseStream, sequence: Sequence) -> None:
-        """Look after a stream until it is closed."""
-        with self._lock:
-            self._watched[stream] = sequence
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(CANCEL_POLL_S):
-            with self._lock:
-                watched = list(self._watched.items())
-            left = [(stream, sequence) for stream, sequence in watched if stream.cancelled()]
-            for _, sequence in left:
-                self._loop.cancel(sequence)
-            done = [stream for stream, _ in left] + [stream for stream, _ in watched if stream.closed]
-            with self._lock:
-                for stream in done:
-                    self._watched.pop(stream, None)

@@ -1,0 +1,72 @@
+"""One answer in the making: sampled tokens in, text out, and the rules of when it ends."""
+
+import time
+
+from kvloom.request import FinishReason, Request, Sampled, Sequence, Sink, Usage
+from kvloom.text import TextStream
+from kvloom.tokenizer import Tokenizer
+
+
+class Answer:
+    """What the engine keeps of a request beside its sequence.
+
+    Attributes:
+        sink: where the deltas go.
+        text: the answer's text as its tokens come.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, context_length: int, sink: Sink):
+        params = request.params
+        self.sink = sink
+        self.text = TextStream(
+            tokenizer, params.stop, params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens
+        )
+        self._params = params
+        self._arrival = request.arrival
+        self._context_length = context_length
+        self._ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._ends |= tokenizer.eos_ids
+        self._started: float | None = None
+        self._first_token: float | None = None
+
+    def start(self) -> None:
+        """Note that a step computes something of it; the first call counts."""
+        if self._started is None:
+            self._started = time.monotonic()
+
+    def take(self, sequence: Sequence, sampled: Sampled) -> tuple[str, FinishReason | None]:
+        """Append a token to the sequence; return the text that became certain, and why the answer ends, if it does.
+
+        The text of an end token, like a stop string, is cut off unless the request wants it kept.
+        """
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+        params = self._params
+        sequence.tokens.append(sampled.id)
+        # the sampler bans end tokens before min_tokens
+        at_end = sampled.id in self._ends
+        text = ""
+        if not at_end or params.include_stop_str_in_output:
+            text = self.text.push(sampled.id, may_stop=sequence.generated > params.min_tokens)
+        if at_end or self.text.stopped:
+            return text, FinishReason.STOP
+        if sequence.generated >= params.max_tokens or len(sequence.tokens) >= self._context_length:
+            return text, FinishReason.LENGTH
+        return text, None
+
+    def usage(self, sequence: Sequence, kv_dtype: str) -> Usage:
+        """What the answer took, read while the sequence still holds its blocks."""
+        now = time.monotonic()
+        started = now if self._started is None else self._started
+        first = now if self._first_token is None else self._first_token
+        return Usage(
+            prompt_tokens=len(sequence.request.prompt_ids),
+            generated_tokens=sequence.generated,
+            queue_ms=(started - self._arrival) * 1e3,
+            prefill_ms=(first - started) * 1e3,
+            decode_ms=(now - first) * 1e3,
+            blocks=len(sequence.blocks),
+            kv_dtype=kv_dtype,
+            preemptions=sequence.preemptions,
+        )

@@ -1,0 +1,81 @@
+"""Names of inputs and outputs, and reading them from tensors: plain numpy, for both models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvloom.errors import InvalidArgument
+
+PROMPTS = ("text_input", "messages", "input_ids", "control")
+"""Exactly one of them is in every request."""
+
+RETURNED = {
+    "return_finish_reason": "finish_reason",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+    "return_logprobs": "logprobs",
+    "return_cumulative_logprob": "cumulative_logprob",
+    "return_token_ids": "token_ids",
+    "return_usage": "usage",
+}
+"""The flag that asks for each optional output."""
+
+Inputs = Mapping[str, np.ndarray]
+
+
+def read(request: Any) -> dict[str, np.ndarray]:
+    """The inputs of a ``pb_utils.InferenceRequest`` by name, as [1, n] arrays."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def prompt_kind(inputs: Inputs) -> str:
+    """Which of ``PROMPTS`` a request has.
+
+    Raises:
+        InvalidArgument: none, or several.
+    """
+    given = [name for name in PROMPTS if name in inputs]
+    if len(given) != 1:
+        raise InvalidArgument("inputs", f"send exactly one of {', '.join(PROMPTS)}; got {', '.join(given) or 'none'}")
+    return given[0]
+
+
+def many(inputs: Inputs, name: str) -> list[Any]:
+    """The elements of a [1, n] tensor as Python values; strings decoded.
+
+    Raises:
+        InvalidArgument: another shape, or not UTF-8.
+    """
+    value = inputs[name]
+    if value.ndim != 2 or value.shape[0] != 1:
+        raise InvalidArgument(name, f"has shape {list(value.shape)}; send [1, n]")
+    return [_decoded(name, item) if isinstance(item, bytes) else item for item in value[0].tolist()]
+
+
+def one(inputs: Inputs, name: str) -> Any:
+    """The only element of a [1, 1] tensor as a Python value; a string decoded.
+
+    Raises:
+        InvalidArgument: another shape, or not UTF-8.
+    """
+    if inputs[name].shape != (1, 1):
+        raise InvalidArgument(name, f"has shape {list(inputs[name].shape)}; send [1, 1]")
+    return many(inputs, name)[0]
+
+
+def flag(inputs: Inputs, name: str, default: bool) -> bool:
+    """A BOOL input, or ``default`` where it is absent."""
+    return bool(one(inputs, name)) if name in inputs else default
+
+
+def returned(inputs: Inputs) -> frozenset[str]:
+    """Names of the optional outputs that were asked for."""
+    return frozenset(output for name, output in RETURNED.items() if flag(inputs, name, False))
+
+
+def _decoded(name: str, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(name, f"is not UTF-8: {error.reason} at byte {error.start}") from error

@@ -1,0 +1,97 @@
+"""Sampling parameters from the three places a request may put them: request parameters, JSON, tensors."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvloom.errors import InvalidArgument
+from kvloom.request import SamplingParams
+from kvloom.serving.fields import Inputs, many, one
+
+Model = TypeVar("Model", bound=BaseModel)
+
+LISTS = {"stop_words": "stop", "bad_words": "bad_words"}
+"""STRING [n] tensors and the keys they set."""
+
+SCALARS = {
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "length_penalty": "length_penalty",
+    "seed": "seed",
+    "random_seed": "seed",
+    "beam_width": "beam_width",
+}
+"""[1, 1] tensors and the keys they set."""
+
+_NOT_UNKNOWN = {"id"}
+"""What Triton's HTTP endpoint itself adds to the request parameters."""
+
+
+def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+    """Read and check how to sample; a tensor beats the JSON, the JSON beats a request parameter.
+
+    Raises:
+        InvalidArgument: naming the key and what it takes.
+    """
+    keys: dict[str, Any] = {key: value for key, value in parameters.items() if key not in _NOT_UNKNOWN}
+    if "sampling_parameters" in inputs:
+        keys |= json_object("sampling_parameters", one(inputs, "sampling_parameters"))
+    keys |= _from_tensors(inputs)
+    params = validate(SamplingParams, keys)
+    outside = [token for token in (*params.stop_token_ids, *params.logit_bias) if token >= vocab_size]
+    if outside:
+        key = "stop_token_ids" if outside[0] in params.stop_token_ids else "logit_bias"
+        raise InvalidArgument(key, f"{outside[0]} is not a token; ids are 0 to {vocab_size - 1}")
+    return params
+
+
+def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
+    """Check keys against a pydantic model, as strictly as JSON can be checked.
+
+    Raises:
+        InvalidArgument: in the contract's form, for the first key at fault.
+    """
+    try:
+        # through JSON, where a list is a tuple and "5" is the only way to write the key 5
+        return model.model_validate_json(json.dumps(keys))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "sampling_parameters"
+        if first["type"] == "extra_forbidden":
+            raise InvalidArgument(key, f"unknown key; known: {', '.join(model.model_fields)}") from error
+        raise InvalidArgument(key, first["msg"].removeprefix("Value error, ")) from error
+
+
+def _from_tensors(inputs: Inputs) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for name, key in (SCALARS | LISTS).items():
+        if name in inputs:
+            if key in keys:
+                raise InvalidArgument(name, f"is another name for {key}; send one of them")
+            keys[key] = many(inputs, name) if name in LISTS else one(inputs, name)
+    return keys
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        InvalidArgument: it is not one.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(name, f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(name, "must be a JSON object")
+    return value
