@@ -13,6 +13,7 @@ class Answer:
     Attributes:
         sink: where the deltas go.
         text: the answer's text as its tokens come.
+        end_ids: tokens that end the answer.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, context_length: int, sink: Sink):
@@ -24,9 +25,9 @@ class Answer:
         self._params = params
         self._arrival = request.arrival
         self._context_length = context_length
-        self._ends = frozenset(params.stop_token_ids)
+        self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            self._ends |= tokenizer.eos_ids
+            self.end_ids |= tokenizer.eos_ids
         self._started: float | None = None
         self._first_token: float | None = None
 
@@ -45,7 +46,7 @@ class Answer:
         params = self._params
         sequence.tokens.append(sampled.id)
         # the sampler bans end tokens before min_tokens
-        at_end = sampled.id in self._ends
+        at_end = sampled.id in self.end_ids
         text = ""
         if not at_end or params.include_stop_str_in_output:
             text = self.text.push(sampled.id, may_stop=sequence.generated > params.min_tokens)

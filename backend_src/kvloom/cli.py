@@ -1,8 +1,8 @@
 """The ``kvloom`` command. What a command needs is imported inside it, so that ``--help`` comes at once."""
 
 import sys
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,6 +13,7 @@ from kvloom.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from kvloom.launch import Server
+    from kvloom_client import Client
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +28,17 @@ Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritons
 Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
 LogFile = Annotated[Path | None, typer.Option(help="Where tritonserver's output goes.", metavar="FILE")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show tritonserver's output on stderr.")]
+
+Url = Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")]
+Serve = Annotated[bool, typer.Option("--serve", help="Start a server just for this.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate for an answer.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tokens that have this much together.")]
+TopK = Annotated[int | None, typer.Option(help="Choose among this many of the likeliest tokens.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
+
+URL = "127.0.0.1:8001"
 
 
 @app.callback()
@@ -77,15 +89,15 @@ def serve(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Sent as a chat message of the user.")],
-    url: Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")] = "127.0.0.1:8001",
-    serve: Annotated[bool, typer.Option("--serve", help="Start a server for this one answer.")] = False,
+    url: Url = URL,
+    serve: Serve = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT as it is, without the chat template.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
     model: Model = None,
     assignments: Assignments = None,
     binary: Binary = None,
@@ -96,31 +108,45 @@ def generate(
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
-    from kvloom_client import KvloomClientError
+    from kvloom.terminal import print_answer
 
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "stop": stop,
-    }
     request: dict[str, Any] = {"text_input": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
-    request["sampling_parameters"] = {key: value for key, value in sampling.items() if value is not None}
-    with Interrupts() as interrupts, ExitStack() as stack:
-        try:
-            if serve:
-                server = stack.enter_context(
-                    _start(interrupts, model, assignments, model_repository, binary=binary, verbose=verbose)
-                )
-                url = server.grpc_url
+    request["sampling_parameters"] = _given(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    with _talking() as interrupts:
+        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
             with interrupts.raising():
-                _print_answer(url, request)
-        except KvloomClientError as error:
-            _fail(error)
-        except KeyboardInterrupt:
-            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+                print_answer(client, request, [])
+
+
+@app.command()
+def chat(
+    url: Url = URL,
+    serve: Serve = False,
+    system: Annotated[str | None, typer.Option(help="Instructions for the model.", metavar="TEXT")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    model: Model = None,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    verbose: Verbose = False,
+) -> None:
+    """Talk to the model. Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
+
+    --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
+    """
+    from kvloom.terminal import Chat
+
+    sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+    with _talking() as interrupts:
+        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
+            Chat(client, sampling, interrupts, system).run()
 
 
 def main() -> None:
@@ -152,28 +178,46 @@ def _start(
         return Server.start(repository, stop=interrupts.event, **options)
 
 
-def _print_answer(url: str, request: dict[str, Any]) -> None:
+@contextmanager
+def _client(
+    interrupts: Interrupts,
+    url: str,
+    serve: bool,
+    model: str | None,
+    assignments: list[str] | None,
+    source: Path | None,
+    binary: Path | None,
+    verbose: bool,
+) -> "Iterator[Client]":
+    """A client for the server at ``url``, or for one that is started for it and stopped afterwards."""
     from kvloom_client import Client
 
-    start = time.perf_counter()
-    arrivals: list[tuple[float, int]] = []  # when, and how many tokens
-    try:
-        with Client(url) as client, client.stream(**request) as stream:
-            for chunk in stream:
-                arrivals.append((time.perf_counter(), chunk.num_output_tokens))
-                sys.stdout.write(chunk.text)
-                sys.stdout.flush()
-    finally:
-        if arrivals:
-            print(flush=True)
-            print(_speed(start, arrivals), file=sys.stderr)
+    if not serve:
+        with Client(url) as client:
+            yield client
+        return
+    with _start(interrupts, model, assignments, source, binary=binary, verbose=verbose) as server:
+        with Client(server.grpc_url) as client:
+            yield client
 
 
-def _speed(start: float, arrivals: list[tuple[float, int]]) -> str:
-    (first, first_tokens), (last, _) = arrivals[0], arrivals[-1]
-    tokens = sum(count for _, count in arrivals)
-    text = f"first token after {(first - start) * 1000:.0f} ms, {tokens} tokens"
-    return text if last == first else f"{text}, {(tokens - first_tokens) / (last - first):.1f} tokens/s"
+@contextmanager
+def _talking() -> Iterator[Interrupts]:
+    """Interrupts for a command that asks a server; what goes wrong there becomes a message and an exit code."""
+    from kvloom_client import KvloomClientError
+
+    with Interrupts() as interrupts:
+        try:
+            yield interrupts
+        except KvloomClientError as error:
+            _fail(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+def _given(**sampling: Any) -> dict[str, Any]:
+    """The sampling keys that were given; the others are the server's to decide."""
+    return {key: value for key, value in sampling.items() if value is not None}
 
 
 def _fail(error: Exception) -> NoReturn:

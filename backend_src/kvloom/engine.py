@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvloom.answer import Answer
+from kvloom.bans import banned_tokens
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.kv.blocks import BlockPool
 from kvloom.request import Delta, FinishReason, Request, Sampled, Sequence, Sink
@@ -86,7 +87,10 @@ class Engine:
             self._finished["error"] += 1
             sink(Delta("", (), error=Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")))
             return
-        self._answers[sequence] = Answer(sequence.request, self._tokenizer, self._limits.context_length, sink)
+        answer = Answer(sequence.request, self._tokenizer, self._limits.context_length, sink)
+        sequence.end_ids = answer.end_ids
+        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
+        self._answers[sequence] = answer
         if sequence.request.deadline is not None:
             self._with_deadline.add(sequence)
         self._scheduler.add(sequence)

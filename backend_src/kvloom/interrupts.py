@@ -15,7 +15,7 @@ class Interrupts:
 
     Attributes:
         event: set by the first signal.
-        signum: number of the first signal; None before it.
+        signum: number of the first signal; None before it, and after ``forget``.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,11 @@ class Interrupts:
             yield
         finally:
             self._raising = False
+
+    def forget(self) -> None:
+        """Be as if no signal had come: what it was meant for has been done."""
+        self.signum = None
+        self.event.clear()
 
     def __enter__(self) -> "Interrupts":
         for signum in (signal.SIGINT, signal.SIGTERM):

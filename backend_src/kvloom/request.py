@@ -1,12 +1,12 @@
 """The nouns everything shares: what a request, a sequence and a step are. No tensors here."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kvloom.errors import RequestError
 
@@ -45,6 +45,13 @@ class SamplingParams(BaseModel):
     skip_special_tokens: bool = True
     n: Annotated[int, Field(ge=1, le=1)] = 1
     beam_width: Annotated[int, Field(ge=1, le=1)] = 1
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _at_most_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("max_tokens", value):
+            raise ValueError("must be at most max_tokens")
+        return value
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
@@ -168,6 +175,10 @@ Sink = Callable[[Delta], None]
 """Takes an answer's deltas in order; called by the loop thread, so it must not block."""
 
 
+Banned = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
+"""By how many tokens come before: the tokens that may not follow these at an answer's end. Under 0: (), always."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request at work: the tokens it knows, how many of them have their KV computed, and where that lies.
@@ -179,6 +190,8 @@ class Sequence:
         seed: the request's, or a random one: every draw is a function of seed and position.
         blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
         preemptions: how often it gave its blocks away and was computed anew.
+        end_ids: tokens that end the answer, and so may not come before min_tokens.
+        banned: what ``bad_words`` forbids.
     """
 
     request: Request
@@ -187,6 +200,8 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
+    end_ids: frozenset[int] = frozenset()
+    banned: Banned = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

@@ -5,7 +5,7 @@ import torch
 
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
-from kvloom.request import Slice
+from kvloom.request import Sampled, Slice
 from kvloom.sampler import choose
 
 
@@ -18,12 +18,15 @@ class Runner:
         self._block_size = block_size
 
     @torch.inference_mode()
-    def run(self, slices: list[Slice]) -> list[int]:
-        """Compute the slices; return the sampled token of each slice that reaches its last known token, in order."""
+    def run(self, slices: list[Slice]) -> list[Sampled | Exception]:
+        """Compute the slices; return, in order, for each slice that reaches its last known token the sampled one.
+
+        An exception in a token's place concerns that slice's sequence alone.
+        """
         sampled = [piece.sequence for piece in slices if piece.samples]
         batch = build_batch(slices, self._block_size)
         logits = self._decoder.forward(batch, self._storage.layers)
-        return choose(logits, sampled) if sampled else []
+        return choose(logits, sampled)
 
 
 def build_batch(slices: list[Slice], block_size: int) -> Batch:

@@ -102,6 +102,14 @@ class Tokenizer:
         ids = self._encode(text, "text_input")
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
+    def encode_piece(self, text: str, field: str) -> list[int]:
+        """Token ids of a piece of text as such: no BOS, none at all for an empty text.
+
+        Raises:
+            InvalidArgument: it holds half of a surrogate pair; ``field`` is the input at fault.
+        """
+        return self._encode(text, field)
+
     def encode_chat(self, messages: Sequence[chat.Message]) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
