@@ -18,8 +18,8 @@ from kvloom_client import (
     ServerError,
     Unavailable,
 )
+from kvloom_client.answer import Chunk, join
 from kvloom_client.errors import request_error
-from kvloom_client.wire import Chunk, join
 from server import REFERENCE, assert_idle, canary
 
 EXPECTED = REFERENCE[0]

@@ -16,6 +16,7 @@ from kvloom.errors import LaunchError, ModelError
 from kvloom.launch import Server
 from kvloom.repository import ModelRepository
 from kvloom_client import Client, wire
+from kvloom_client.request import build_request
 from server import REFERENCE, SETTINGS, assert_idle, canary, metrics
 from tiny_models import edit_tensors, make_tiny, to_gguf
 
@@ -89,7 +90,7 @@ def test_h17_a_waiting_request_can_leave_too(one_slot, healthy):
 
 def raw_stream(server: Server, empty_final: bool, request: dict, cancel_after: int | None = None) -> list:
     """Every message of one request's stream, or the gRPC status it ended with, last."""
-    message = wire.encode_request(stream=True, **request)
+    message = wire.encode_request(build_request(stream=True, **request))
     message.parameters["triton_enable_empty_final_response"].bool_param = empty_final
     received: list = []
     with grpc.insecure_channel(server.grpc_url) as channel:

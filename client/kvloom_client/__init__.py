@@ -1,7 +1,8 @@
 """Streaming clients for kvloom models on Triton Inference Server."""
 
 from kvloom_client.aio import AsyncClient, AsyncStream
-from kvloom_client.client import Client, Stream
+from kvloom_client.answer import Answer, Chunk
+from kvloom_client.client import Client
 from kvloom_client.errors import (
     AnswerTimeout,
     Cancelled,
@@ -16,7 +17,9 @@ from kvloom_client.errors import (
     TransportError,
     Unavailable,
 )
-from kvloom_client.wire import Answer, Chunk, RequestArguments
+from kvloom_client.http import HttpClient
+from kvloom_client.request import RequestArguments
+from kvloom_client.stream import Stream
 
 __all__ = [
     "Answer",
@@ -27,6 +30,7 @@ __all__ = [
     "Chunk",
     "Client",
     "ConnectionFailed",
+    "HttpClient",
     "IncompleteAnswer",
     "Internal",
     "InvalidArgument",

@@ -1,7 +1,8 @@
-"""The client for asyncio programs."""
+"""The gRPC client for asyncio programs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -9,8 +10,10 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from kvloom_client import wire
-from kvloom_client.errors import IncompleteAnswer, RequestFailed
-from kvloom_client.wire import Answer, Chunk, RequestArguments
+from kvloom_client.answer import Answer, Chunk, join, read_control
+from kvloom_client.errors import IncompleteAnswer, KvloomClientError, RequestFailed
+from kvloom_client.request import Request, RequestArguments, build_control, build_request
+from kvloom_client.retry import Backoff
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -23,13 +26,19 @@ class AsyncStream(AsyncIterator[Chunk]):
         request_id: the request's id, as the server sees it.
     """
 
-    def __init__(self, call: Any, url: str, request_id: str):
+    def __init__(
+        self, call: Callable[[float | None], Any], request_id: str, url: str, timeout: float | None, retries: int
+    ):
+        """Args: call: begins a try; its argument is the seconds it may take, None for no limit."""
         self.request_id = request_id
-        self._call = call
-        self._messages = call.__aiter__()
         self._url = url
+        self._begin = call
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._backoff = Backoff(retries)
         self._ended = False
         self._cancelled = False
+        self._call = call(timeout)
+        self._messages = self._call.__aiter__()
 
     def __aiter__(self) -> "AsyncStream":
         return self
@@ -41,12 +50,16 @@ class AsyncStream(AsyncIterator[Chunk]):
             except StopAsyncIteration:
                 self._ended = True
                 raise IncompleteAnswer(f"{self._url}: the stream ended without a last response") from None
-            except RequestFailed:
-                await self._finish()
+            except RequestFailed as error:
+                await self._drain()
+                if await self._try_again(error):
+                    continue
                 raise
             except grpc.RpcError as error:
-                self._ended = True
-                raise wire.transport_error(error, self._url) from error
+                failure = wire.transport_error(error, self._url)
+                if await self._try_again(failure):
+                    continue
+                raise failure from error
             except asyncio.CancelledError:
                 # grpc raises it for our own cancel of the call too; a cancel of the waiting task must go on
                 self._ended = True
@@ -54,8 +67,11 @@ class AsyncStream(AsyncIterator[Chunk]):
                 if not self._cancelled or (task is not None and task.cancelling()):
                     raise
                 break
+            # part of the answer is here: from now on a retry would say it twice
+            self._backoff = Backoff(0)
             if reply.final:
-                await self._finish()
+                self._ended = True
+                await self._drain()
             if reply.chunk is not None:
                 return reply.chunk
         raise StopAsyncIteration
@@ -79,9 +95,23 @@ class AsyncStream(AsyncIterator[Chunk]):
     ) -> None:
         self.cancel()
 
-    async def _finish(self) -> None:
+    async def _try_again(self, error: KvloomClientError) -> bool:
+        """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
+        pause = self._backoff.pause_after(error)
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if pause is None or (left is not None and left <= pause):
+            self._ended = True
+            return False
+        await asyncio.sleep(pause)
+        if self._cancelled:
+            self._ended = True
+        else:
+            self._call = self._begin(None if left is None else left - pause)
+            self._messages = self._call.__aiter__()
+        return True
+
+    async def _drain(self) -> None:
         """Let the call close by itself: Triton would see a cancel of a request it is just finishing."""
-        self._ended = True
         try:
             async for _ in self._messages:
                 pass
@@ -101,27 +131,39 @@ class AsyncClient:
         self._channel = grpc.aio.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def stream(self, *, timeout: float | None = None, **request: Unpack[RequestArguments]) -> AsyncStream:
+    def stream(
+        self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
+    ) -> AsyncStream:
         """Ask for an answer and get its chunks as they come.
 
         Args:
-            timeout: seconds for the whole answer; None waits for ever.
+            timeout: seconds for the whole answer, retries included; None waits for ever.
+            retries: how often to ask again where that is safe, as for ``Client.stream``.
             request: the prompt and how to sample, see RequestArguments.
 
         Raises:
-            InvalidArgument: at once, when the prompt can't be sent; everything else is raised while iterating.
+            InvalidArgument: at once, when the request can't be sent; everything else is raised while iterating.
         """
-        return self._send(wire.encode_request(stream=True, **request), timeout)
+        return self._send(build_request(stream=True, **request), timeout, retries)
 
-    async def generate(self, *, timeout: float | None = None, **request: Unpack[RequestArguments]) -> Answer:
+    async def generate(
+        self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
+    ) -> Answer:
         """Ask for an answer and wait for all of it; the arguments are those of ``stream``.
 
         Raises:
             RequestFailed: the server answered with an error.
             TransportError: the answer did not arrive, or not whole.
         """
-        async with self._send(wire.encode_request(stream=False, **request), timeout) as stream:
-            return wire.join([chunk async for chunk in stream])
+        async with self._send(build_request(stream=False, **request), timeout, retries) as stream:
+            return join([chunk async for chunk in stream])
+
+    async def control(
+        self, op: str, conversation: int | str | None = None, *, timeout: float | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Ask the engine for something else than an answer; as ``Client.control``."""
+        async with self._send(build_control(op, conversation, **fields), timeout, 0) as stream:
+            return read_control([chunk async for chunk in stream])
 
     async def close(self) -> None:
         """Close the connection; answers on their way are cancelled."""
@@ -135,6 +177,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _send(self, request: Any, timeout: float | None) -> AsyncStream:
-        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout)
-        return AsyncStream(call, self.url, request.id)
+    def _send(self, request: Request, timeout: float | None, retries: int) -> AsyncStream:
+        message = wire.encode_request(request)
+
+        def call(left: float | None) -> Any:
+            return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
+
+        return AsyncStream(call, request.id, self.url, timeout, retries)

@@ -62,7 +62,15 @@ class TransportError(KvloomClientError):
 
 
 class ConnectionFailed(TransportError):
-    """No connection to the server, or it broke."""
+    """No connection to the server, or it broke.
+
+    Attributes:
+        sent: whether the server may have got the request; False when no connection came about.
+    """
+
+    def __init__(self, text: str, *, sent: bool = True):
+        super().__init__(text)
+        self.sent = sent
 
 
 class AnswerTimeout(TransportError):

@@ -1,0 +1,133 @@
+"""Answers and the chunks they come in, whichever way they came."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom_client.errors import IncompleteAnswer, ServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one response adds to an answer.
+
+    Attributes:
+        text: the text that became certain with it; may be empty.
+        token_ids: tokens generated since the previous chunk.
+        finish_reason: why the answer ended (``stop``, ``length``, ...); None before the last chunk.
+        num_input_tokens: tokens of the prompt.
+        num_output_tokens: tokens counted by this chunk.
+        logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
+        cumulative_logprob: sum of the log probabilities of every token so far; None unless asked for.
+        usage: what the answer took, on the last chunk; None unless asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    num_input_tokens: int
+    num_output_tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    cumulative_logprob: float | None = None
+    usage: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer.
+
+    Attributes:
+        text: the answer without the prompt.
+        token_ids: every token generated, end and stop tokens included.
+        finish_reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``deadline``.
+        num_input_tokens: tokens of the prompt.
+        num_output_tokens: tokens generated.
+        logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
+        cumulative_logprob: sum of the log probabilities of every token; None unless asked for.
+        usage: what the answer took: tokens, times in milliseconds, blocks; None unless asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    cumulative_logprob: float | None = None
+    usage: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One message of a stream: a chunk, unless it is only the mark of the end; ``final`` when nothing follows."""
+
+    chunk: Chunk | None
+    final: bool
+
+
+def chunk_of(outputs: Mapping[str, Any]) -> Chunk:
+    """A response's chunk. ``outputs``: name to a value or a list of values; what is absent was not asked for.
+
+    Raises:
+        ValueError: an output is not what its name promises.
+    """
+    logprobs, usage = _first(outputs, "logprobs"), _first(outputs, "usage")
+    return Chunk(
+        text=_first(outputs, "text_output") or "",
+        token_ids=tuple(_many(outputs, "token_ids")),
+        finish_reason=_first(outputs, "finish_reason") or None,
+        num_input_tokens=_first(outputs, "num_input_tokens") or 0,
+        num_output_tokens=_first(outputs, "num_output_tokens") or 0,
+        logprobs=json.loads(logprobs) if logprobs else None,
+        cumulative_logprob=_first(outputs, "cumulative_logprob"),
+        usage=json.loads(usage) if usage else None,
+    )
+
+
+def join(chunks: Sequence[Chunk]) -> Answer:
+    """The whole answer; ``chunks`` are all of a finished stream's.
+
+    Raises:
+        IncompleteAnswer: the server ended the stream without saying why.
+    """
+    last = chunks[-1] if chunks else None
+    if last is None or last.finish_reason is None:
+        raise IncompleteAnswer("the last response carries no finish reason")
+    logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    return Answer(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        finish_reason=last.finish_reason,
+        num_input_tokens=last.num_input_tokens,
+        num_output_tokens=sum(chunk.num_output_tokens for chunk in chunks),
+        logprobs=[entry for part in logprobs for entry in part] if logprobs else None,
+        cumulative_logprob=last.cumulative_logprob,
+        usage=last.usage,
+    )
+
+
+def read_control(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    """The reply to a control request; ``chunks`` are all of its finished stream's.
+
+    Raises:
+        ServerError: it is not a JSON object.
+    """
+    text = "".join(chunk.text for chunk in chunks)
+    try:
+        reply = json.loads(text)
+    except ValueError as error:
+        raise ServerError(f"the reply to a control request is not JSON: {text!r}") from error
+    if not isinstance(reply, dict):
+        raise ServerError(f"the reply to a control request is not a JSON object: {text!r}")
+    return reply
+
+
+def _many(outputs: Mapping[str, Any], name: str) -> list[Any]:
+    # Triton's JSON has a bare value where a tensor has one element
+    value = outputs.get(name, [])
+    return value if isinstance(value, list) else [value]
+
+
+def _first(outputs: Mapping[str, Any], name: str) -> Any:
+    return next(iter(_many(outputs, name)), None)

@@ -1,0 +1,105 @@
+"""An answer on its way, for plain and threaded programs; the same over gRPC and HTTP."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Protocol
+
+from kvloom_client.answer import Chunk, Reply
+from kvloom_client.errors import IncompleteAnswer, KvloomClientError, TransportError
+from kvloom_client.retry import Backoff
+
+
+class Call(Iterator[Reply], Protocol):
+    """One try of one request, in some protocol.
+
+    Iterating gives the replies as they come and raises RequestFailed or TransportError. With a final reply or an
+    error the call has closed itself.
+    """
+
+    def cancel(self) -> None:
+        """Break the call off, so that the server stops working and a waiting ``next`` returns. From any thread."""
+
+
+class Stream(Iterator[Chunk]):
+    """An answer on its way: iterate it for its chunks. As a context manager it is cancelled on leaving.
+
+    Iterating raises RequestFailed (the server's error) or TransportError (it did not arrive whole). After ``cancel``
+    the iteration just ends, without a finish reason.
+
+    Attributes:
+        request_id: the request's id, as the server sees it.
+    """
+
+    def __init__(
+        self, call: Callable[[float | None], Call], request_id: str, url: str, timeout: float | None, retries: int
+    ):
+        """Args: call: begins a try; its argument is the seconds it may take, None for no limit."""
+        self.request_id = request_id
+        self._url = url
+        self._begin = call
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._backoff = Backoff(retries)
+        self._ended = False
+        self._cancelled = threading.Event()
+        self._call = call(timeout)
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._ended:
+            try:
+                reply = next(self._call)
+            except StopIteration:
+                self._ended = True
+                if self._cancelled.is_set():
+                    break
+                raise IncompleteAnswer(f"{self._url}: the stream ended without a last response") from None
+            except KvloomClientError as error:
+                if self._try_again(error):
+                    continue
+                if self._cancelled.is_set() and isinstance(error, TransportError):
+                    break
+                raise
+            # part of the answer is here: from now on a retry would say it twice
+            self._backoff = Backoff(0)
+            self._ended = reply.final
+            if reply.chunk is not None:
+                return reply.chunk
+        raise StopIteration
+
+    def cancel(self) -> None:
+        """Tell the server to stop working on the answer; any thread may call it, also after the end."""
+        if not self._ended:
+            self._cancelled.set()
+            self._call.cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` was called before the answer had ended."""
+        return self._cancelled.is_set()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def _try_again(self, error: KvloomClientError) -> bool:
+        """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
+        pause = self._backoff.pause_after(error)
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if pause is None or (left is not None and left <= pause):
+            self._ended = True
+            return False
+        if self._cancelled.wait(pause):
+            self._ended = True
+            return True
+        self._call = self._begin(None if left is None else left - pause)
+        if self._cancelled.is_set():  # it may have hit the call before
+            self._call.cancel()
+        return True
