@@ -39,7 +39,8 @@ def refusal(server: Server, body: Any, endpoint: str = "generate") -> str:
     """The error text of a request that is refused before anything was generated."""
     status, text = post(server, body, endpoint)
     assert status in (400, 500), (status, text)
-    found = json.loads(text)
+    # before the first event, an error of the model's comes as one under its status
+    found = json.loads(text.removeprefix("data: "))
     assert list(found) == ["error"]
     assert "Traceback" not in text
     assert ".py" not in text

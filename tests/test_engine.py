@@ -134,6 +134,7 @@ def test_sequence_that_outgrows_the_pool_ends_with_length(model, prompts):
     assert alone.reason is FinishReason.LENGTH
     # 3 blocks of 16 tokens, and one more token whose KV needs no room
     assert len(prompts[1]) + len(alone.ids) == 3 * 16 + 1
+    assert alone[-1].tokens, "the last response carries a token"
     answers = [driver.submit(prompts[1], max_tokens=200)[1] for _ in range(4)]
     driver.run()
     assert [answer.ids for answer in answers] == [alone.ids] * 4
@@ -147,7 +148,10 @@ def test_what_can_never_fit_is_refused(model):
         driver.submit([5] * 49)
     with pytest.raises(InvalidArgument, match="empty"):
         driver.submit([])
-    assert driver.answer([5] * 48, max_tokens=1).reason is FinishReason.LENGTH
+    with pytest.raises(InvalidArgument, match="token 100000 has no embedding"):
+        driver.submit([5, 100_000])
+    whole_pool = driver.answer([5] * 48, max_tokens=9)
+    assert (len(whole_pool.ids), whole_pool.reason) == (1, FinishReason.LENGTH)
 
 
 def test_queue_full_is_refused_at_once(model, prompts):

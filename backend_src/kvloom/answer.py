@@ -10,13 +10,19 @@ from kvloom.tokenizer import Tokenizer
 class Answer:
     """What the engine keeps of a request beside its sequence.
 
+    Args:
+        request: what was asked.
+        tokenizer: of the model.
+        longest: most tokens of a sequence, prompt and answer.
+        sink: where the deltas go.
+
     Attributes:
         sink: where the deltas go.
         text: the answer's text as its tokens come.
         end_ids: tokens that end the answer.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, context_length: int, sink: Sink):
+    def __init__(self, request: Request, tokenizer: Tokenizer, longest: int, sink: Sink):
         params = request.params
         self.sink = sink
         self.text = TextStream(
@@ -24,7 +30,7 @@ class Answer:
         )
         self._params = params
         self._arrival = request.arrival
-        self._context_length = context_length
+        self._longest = longest
         self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids
@@ -52,7 +58,7 @@ class Answer:
             text = self.text.push(sampled.id, may_stop=sequence.generated > params.min_tokens)
         if at_end or self.text.stopped:
             return text, FinishReason.STOP
-        if sequence.generated >= params.max_tokens or len(sequence.tokens) >= self._context_length:
+        if sequence.generated >= params.max_tokens or len(sequence.tokens) >= self._longest:
             return text, FinishReason.LENGTH
         return text, None
 

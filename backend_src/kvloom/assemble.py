@@ -25,11 +25,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine, the tokenizer of its model and the dtype of its cache."""
+    """An engine, the tokenizer of its model, and what the engine takes."""
 
     engine: Engine
     tokenizer: Tokenizer
-    kv_dtype: str
+    limits: Limits
 
 
 def assemble(settings: Settings) -> Assembly:
@@ -59,9 +59,15 @@ def assemble(settings: Settings) -> Assembly:
     runner = Runner(decoder, storage, settings.block_size)
     scheduler = Scheduler(pool, settings.max_running, settings.max_batch_tokens)
     kv_name = next(name for name, dtype in _DTYPES.items() if dtype == kv_dtype)
-    limits = Limits(context, settings.max_queue, kv_name, settings.test_fail_after_tokens)
+    limits = Limits(
+        context_length=context,
+        vocab_size=spec.vocab_size,
+        max_queue=settings.max_queue,
+        kv_dtype=kv_name,
+        fail_after_tokens=settings.test_fail_after_tokens,
+    )
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
-    return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer, kv_name)
+    return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer, limits)
 
 
 def _weights_dtype(weights: str) -> torch.dtype:

@@ -27,6 +27,10 @@ def parse_messages(text: str) -> list[Message]:
         messages = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("messages", f"not valid JSON: {error}") from error
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("messages", "hold half of a surrogate pair; send valid Unicode") from error
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", 'must be a non-empty JSON list like [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, LaunchError
 from kvloom.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -193,6 +193,11 @@ def _client(
     from kvloom_client import Client
 
     if not serve:
+        if model or assignments or source or binary or verbose:
+            raise LaunchError(
+                "--model, --set, --tritonserver, --model-repository and --verbose are for the server that --serve "
+                f"starts; without --serve the one at {url} is asked as it is"
+            )
         with Client(url) as client:
             yield client
         return

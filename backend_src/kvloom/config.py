@@ -1,5 +1,6 @@
 """The server's settings: one frozen object, read once from the `parameters` of llm's config.pbtxt."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -37,7 +38,7 @@ class Settings(BaseModel):
     device: Literal["auto", "cpu"] = "auto"
     weights: Literal["auto", "fp32", "bf16"] = "auto"
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    kv_memory: Annotated[str, Field(pattern=r"^(auto|\d+(\.\d+)?\s*([KMGT]i?B|B|%))$")] = "auto"
+    kv_memory: str = "auto"
     kv_blocks: NonNegative = 0
     block_size: Positive = 32
     context_length: NonNegative = 0
@@ -54,6 +55,13 @@ class Settings(BaseModel):
             raise ValueError("must be a power of two")
         return value
 
+    @field_validator("kv_memory")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|\d+(\.\d+)?\s*([KMGT]i?B|B|%)", value):
+            raise ValueError('must be "auto", a size like "512MiB" or a share of the free memory like "60%"')
+        return value
+
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> "Settings":
         """Read settings from strings.
@@ -63,13 +71,16 @@ class Settings(BaseModel):
         """
         unknown = sorted(set(parameters) - set(cls.model_fields))
         if unknown:
-            raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(cls.model_fields)}")
+            known = ", ".join(name for name in cls.model_fields if not name.startswith("test_"))
+            raise SettingsError(f"unknown setting {unknown[0]!r}; known: {known}")
         try:
             settings = cls.model_validate(dict(parameters))
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
-            raise SettingsError(f"setting {name}={parameters[name]!r}: {first['msg']}") from error
+            raise SettingsError(
+                f"setting {name}={parameters[name]!r}: {first['msg'].removeprefix('Value error, ')}"
+            ) from error
         if settings.weights == "fp32" and settings.kv_dtype == "bf16":
             raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
         return settings

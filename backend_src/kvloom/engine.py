@@ -24,12 +24,14 @@ class Limits:
 
     Attributes:
         context_length: longest sequence, prompt and answer, in tokens.
+        vocab_size: ids that the model has an embedding for.
         max_queue: most requests waiting.
         kv_dtype: name of the cache's dtype, for usage.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
     """
 
     context_length: int
+    vocab_size: int
     max_queue: int
     kv_dtype: str
     fail_after_tokens: int = 0
@@ -61,6 +63,8 @@ class Engine:
         self._pool = pool
         self._tokenizer = tokenizer
         self._limits = limits
+        # the last token of a sequence needs no room: its KV is never computed
+        self._longest = min(limits.context_length, pool.total * pool.block_size + 1)
         self._answers: dict[Sequence, Answer] = {}
         self._with_deadline: set[Sequence] = set()
         self._tokens: Counter[str] = Counter()
@@ -70,7 +74,7 @@ class Engine:
         """Refuse what can never be served. Reads nothing that changes, so any thread may ask.
 
         Raises:
-            InvalidArgument: the prompt does not fit the context or the pool.
+            InvalidArgument: the prompt does not fit the context or the pool, or has a token that the model lacks.
         """
         count, context = len(request.prompt_ids), self._limits.context_length
         if count == 0:
@@ -80,6 +84,11 @@ class Engine:
         capacity = self._pool.total * self._pool.block_size
         if count > capacity:
             raise InvalidArgument("prompt", f"has {count} tokens; the whole KV cache holds {capacity}")
+        largest = max(request.prompt_ids)
+        if largest >= self._limits.vocab_size:
+            raise InvalidArgument(
+                "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
+            )
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
@@ -87,7 +96,7 @@ class Engine:
             self._finished["error"] += 1
             sink(Delta("", (), error=Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")))
             return
-        answer = Answer(sequence.request, self._tokenizer, self._limits.context_length, sink)
+        answer = Answer(sequence.request, self._tokenizer, self._longest, sink)
         sequence.end_ids = answer.end_ids
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         self._answers[sequence] = answer
@@ -113,21 +122,19 @@ class Engine:
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
         self._end_overdue()
-        plan = self._scheduler.plan()
-        if plan.outgrown is not None:
-            self._end(plan.outgrown, reason=FinishReason.LENGTH)
-        if not plan.slices:
+        slices = self._scheduler.plan()
+        if not slices:
             return
-        for piece in plan.slices:
+        for piece in slices:
             self._answers[piece.sequence].start()
         try:
-            outcomes = iter(self._runner.run(plan.slices))
+            outcomes = iter(self._runner.run(slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
-            log.exception("a step of %d sequences failed", len(plan.slices))
-            for piece in plan.slices:
+            log.exception("a step of %d sequences failed", len(slices))
+            for piece in slices:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
             return
-        for piece in plan.slices:
+        for piece in slices:
             piece.sequence.computed = piece.start + piece.count
             if piece.samples:
                 self._commit(piece.sequence, next(outcomes))

@@ -29,6 +29,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 POLL_S = 0.1
 KILL_GRACE_S = 5.0
+MODEL_SAYS = "kvloom: ERROR kvloom.serving.llm: "
+"""What the line begins with in which `llm` says why it can't start."""
+
 LOG_TAIL_LINES = 40
 LOG_TAIL_BYTES = 16384
 
@@ -194,7 +197,7 @@ class Server:
     def _wait_for_canary(self, deadline: float, stop: threading.Event | None) -> None:
         """Triton says ready also when a model can't answer; only an answer proves that it can."""
         with Client(self.grpc_url) as client, ThreadPoolExecutor(1) as pool:
-            with client.stream(text_input="Hello", max_tokens=1, temperature=0.0, request_id="canary") as stream:
+            with client.stream(input_ids=[0], max_tokens=1, temperature=0.0, request_id="canary") as stream:
                 answer = pool.submit(list, stream)
                 self._wait_until(answer.done, deadline, stop)
             try:
@@ -205,7 +208,11 @@ class Server:
     def _failure(self, what: str) -> LaunchError:
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+        said = [line.removeprefix(MODEL_SAYS) for line in lines if line.startswith(MODEL_SAYS)]
+        if said:
+            return LaunchError(f"llm can't be served: {said[-1]}")
+        lines = lines[-LOG_TAIL_LINES:]
         return LaunchError("\n  | ".join([f"{what}; the end of its log:", *lines]))
 
     def _stop_processes(self) -> None:

@@ -28,7 +28,7 @@ class SamplingParams(BaseModel):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -56,7 +56,7 @@ class SamplingParams(BaseModel):
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
-        texts = (value,) if isinstance(value, str) else value
+        texts = (value,) if isinstance(value, str) else () if value is None else value
         # JSON has no tuples; strict mode would refuse its lists
         return tuple(text for text in texts if text != "") if isinstance(texts, (list, tuple)) else texts
 

@@ -66,7 +66,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | E
 
     tokens = greedy(logits)
     stuck: list[int] = []
-    rows = [row for row, s in enumerate(sequences) if s.request.params.temperature > 0 or _edited(s)]
+    rows = [row for row, s in enumerate(sequences) if _drawn(s) or _edited(s)]
     if rows:
         index = torch.tensor(rows, device=logits.device)
         tokens[index], possible = _choose_edited_or_drawn(logits, index, [sequences[row] for row in rows])
@@ -75,6 +75,11 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | E
     for row in stuck:
         outcomes[row] = InvalidArgument("bad_words", "every token is banned; none is left to choose")
     return outcomes
+
+
+def _drawn(sequence: Sequence) -> bool:
+    """Whether the token is drawn; the likeliest is taken where the temperature is 0, or is 0 in fp32."""
+    return sequence.request.params.temperature >= torch.finfo(torch.float32).tiny
 
 
 def _choose_edited_or_drawn(
@@ -86,7 +91,7 @@ def _choose_edited_or_drawn(
     if edited:
         _edit(scores, sequences)
     tokens = greedy(scores)
-    drawn = [row for row, s in enumerate(sequences) if s.request.params.temperature > 0]
+    drawn = [row for row, s in enumerate(sequences) if _drawn(s)]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         tokens[index] = _draw(scores if len(drawn) == len(scores) else scores[index], [sequences[row] for row in drawn])

@@ -5,23 +5,9 @@ and recomputed sequences and decoding are all that one rule.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from kvloom.kv.blocks import BlockPool
 from kvloom.request import Sequence, Slice
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a step does.
-
-    Attributes:
-        slices: what to compute.
-        outgrown: a sequence that needs more blocks than the whole pool has; it must end.
-    """
-
-    slices: list[Slice]
-    outgrown: Sequence | None
 
 
 class Scheduler:
@@ -54,15 +40,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._pool.release(sequence.blocks)
 
-    def plan(self) -> Plan:
+    def plan(self) -> list[Slice]:
         """Choose the next step: running sequences first, then admissions, within the token budget."""
-        outgrown = self._make_room()
+        self._make_room()
         slices: list[Slice] = []
         budget = self._max_batch_tokens
         # decodes before prefill chunks, so that a long prompt never holds up running streams
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
             count = min(sequence.pending, budget)
-            if count and sequence is not outgrown:
+            if count:
                 slices.append(Slice(sequence, sequence.computed, count))
                 budget -= count
         while budget and self.waiting and len(self.running) < self._max_running:
@@ -74,24 +60,18 @@ class Scheduler:
             count = min(sequence.pending, budget)
             slices.append(Slice(sequence, sequence.computed, count))
             budget -= count
-        return Plan(slices, outgrown)
+        return slices
 
-    def _make_room(self) -> Sequence | None:
-        """Give every running sequence blocks for its known tokens, preempting the latest ones where needed.
-
-        Returns:
-            The last sequence left, when even the whole pool is too small for it.
-        """
+    def _make_room(self) -> None:
+        """Give every running sequence blocks for its known tokens, preempting the latest ones where needed."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
             if self._pool.extend(sequence.blocks, len(sequence.tokens)):
                 index += 1
-            elif len(self.running) > 1:
-                self._preempt(self.running[-1])
             else:
-                return sequence
-        return None
+                assert len(self.running) > 1, "a sequence ends before it outgrows the whole pool"
+                self._preempt(self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drop a sequence's cache; it waits at the front and is recomputed from the tokens it knows."""

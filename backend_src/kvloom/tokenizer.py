@@ -40,7 +40,10 @@ class Tokenizer:
         self._prefix = list(prefix)
         self.bos_id: int | None = hf.bos_token_id
         self.eos_ids = frozenset(eos_ids)
-        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
+        self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
 
     @classmethod
@@ -88,18 +91,22 @@ class Tokenizer:
         parts = gguf_tokenizer.build(metadata)
         return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a raw prompt.
 
         Begins with BOS where the model wants one, once, also when the text spells it out itself; never ends with an
         EOS that the text does not spell out. Special tokens in the text are taken as such.
 
+        Args:
+            text: the prompt.
+            most: a text that is certain to be more tokens is refused without being tokenized.
+
         Raises:
-            InvalidArgument: the text is empty or holds half of a surrogate pair.
+            InvalidArgument: the text is empty, too long, or holds half of a surrogate pair.
         """
         if not text:
             raise InvalidArgument("text_input", "must not be empty")
-        ids = self._encode(text, "text_input")
+        ids = self._encode(text, "text_input", most)
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def encode_piece(self, text: str, field: str) -> list[int]:
@@ -110,21 +117,24 @@ class Tokenizer:
         """
         return self._encode(text, field)
 
-    def encode_chat(self, messages: Sequence[chat.Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[chat.Message], most: int | None = None) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
-        The template alone decides about BOS and EOS, so that nothing is added twice.
+        The template alone decides about BOS and EOS, so that nothing is added twice. ``most``: see ``encode``.
 
         Raises:
-            InvalidArgument: no template, the template refuses the messages, or they hold half of a surrogate pair.
+            InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
+                surrogate pair.
         """
-        return self._encode(chat.render(self._hf, messages), "messages")
+        return self._encode(chat.render(self._hf, messages), "messages", most)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def _encode(self, text: str, field: str) -> list[int]:
+    def _encode(self, text: str, field: str, most: int | None = None) -> list[int]:
+        if most is not None and len(text) > most * self._longest_token:
+            raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {most}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -132,7 +142,8 @@ class Tokenizer:
             raise InvalidArgument(
                 field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
             ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # unlike encode(), lets other Python threads run meanwhile
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _prefix(hf: PreTrainedTokenizerFast) -> list[int]:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvloom.serving.fields import Inputs, one
 from kvloom.serving.sampling import json_object, validate
 
+PING = json.dumps({"op": "ping"})
+
 ConversationId = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1, max_length=128)]
 
 

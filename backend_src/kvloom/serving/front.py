@@ -12,18 +12,13 @@ import triton_python_backend_utils as pb_utils
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.serving.control import read_control
 from kvloom.serving.fields import RETURNED, flag, one, prompt_kind, read
+from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, call, control_call, tensor
 from kvloom.serving.sender import CancelWatcher, Sender
 
 log = logging.getLogger(__name__)
 
-START_END = 3
-"""Triton's sequence flags START and END."""
-
 STREAM_INTERVAL_MS = 50
 """Least time between forwarded responses: each costs about 0.4 ms of processor time on its way."""
-
-QUEUE_TIMEOUT_US = 10_000_000
-"""How long a call into `llm` may wait inside Triton: full slots there must not hold anybody for ever."""
 
 
 class GenerateModel:
@@ -70,17 +65,18 @@ class _Forward:
         self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
         interval = max(STREAM_INTERVAL_MS, one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0)
         ours = [
-            _tensor("stream", flag(inputs, "stream", False), np.bool_),
-            _tensor("stream_interval_ms", interval, np.int32),
+            tensor("stream", flag(inputs, "stream", False), np.bool_),
+            tensor("stream_interval_ms", interval, np.int32),
             # tells which response is the last one
-            _tensor("return_finish_reason", True, np.bool_),
+            tensor("return_finish_reason", True, np.bool_),
         ]
-        names = {tensor.name() for tensor in ours}
-        tensors = [tensor for tensor in request.inputs() if tensor.name() not in names] + ours
-        self._call = _call(
+        names = {own.name() for own in ours}
+        tensors = [given for given in request.inputs() if given.name() not in names] + ours
+        self._call = call(
             self._conversation,
+            START | END,
             tensors,
-            ["text_output", *self._asked, "finish_reason"],
+            ["text_output", "finish_reason", *(self._asked - {"finish_reason"})],
             request.request_id(),
             json.loads(request.parameters() or "{}"),
         )
@@ -92,7 +88,7 @@ class _Forward:
                 if response.has_error():
                     self._sender.fail(_error_text(response.error().message()))
                     break
-                tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+                tensors = {output.name(): output for output in response.output_tensors()}
                 if not tensors:
                     continue
                 final = tensors["finish_reason"].as_numpy()[0, 0] != b""
@@ -106,33 +102,15 @@ class _Forward:
 
     def cancel(self) -> None:
         """Tell `llm` that nobody waits for the answer any more; its last response then ends the request."""
-        control = json.dumps({"op": "cancel", "conversation": self._conversation})
-        call = _call(uuid.uuid4().hex, [_tensor("control", control.encode(), np.object_)], ["text_output"], "", {})
+        cancel = control_call(json.dumps({"op": "cancel", "conversation": self._conversation}))
 
         def run() -> None:
-            for response in call.exec(decoupled=True):
+            for response in cancel.exec(decoupled=True):
                 if response.has_error():
                     # it ended by itself meanwhile
                     log.info("cancel: %s", response.error().message())
 
         threading.Thread(target=run, name="kvloom-forward-cancel", daemon=True).start()
-
-
-def _call(conversation: str, tensors: list[Any], outputs: list[str], request_id: str, parameters: dict) -> Any:
-    return pb_utils.InferenceRequest(
-        model_name="llm",
-        requested_output_names=outputs,
-        inputs=tensors,
-        request_id=request_id,
-        correlation_id=conversation,
-        flags=START_END,
-        timeout=QUEUE_TIMEOUT_US,
-        parameters=parameters,
-    )
-
-
-def _tensor(name: str, value: object, dtype: type) -> Any:
-    return pb_utils.Tensor(name, np.array([[value]], dtype=dtype))
 
 
 def _error_text(text: str) -> str:

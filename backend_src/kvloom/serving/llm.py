@@ -12,6 +12,7 @@ from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
 from kvloom.loop import Loop
 from kvloom.serving.control import read_control
 from kvloom.serving.fields import prompt_kind, read, returned
+from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.sender import CancelWatcher, Sender
 from kvloom.serving.stream import Outboxes, ResponseStream, fail
@@ -19,9 +20,6 @@ from kvloom.serving.turns import Turns
 from kvloom.serving.wire import decode, encoder
 
 log = logging.getLogger(__name__)
-
-START, END = 1, 2
-"""Triton's sequence flags."""
 
 
 class LlmModel:
@@ -35,11 +33,13 @@ class LlmModel:
             settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
             self._assembly: Assembly = assemble(settings)
         except SetupError as error:
+            log.error("%s", error)
             raise pb_utils.TritonModelException(str(error)) from error
         self._loop = Loop(self._assembly.engine)
         self._outboxes = Outboxes()
         self._watcher = CancelWatcher()
-        self._turns = Turns(self._loop, self._assembly.kv_dtype)
+        self._link = Link()
+        self._turns = Turns(self._loop, self._assembly.limits.kv_dtype)
         self._metrics = Metrics(self._loop)
         self._loop.start()
 
@@ -57,10 +57,12 @@ class LlmModel:
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
+        # first: a metric that changes while Triton unloads the model may wait for an answer that does not come
+        self._metrics.stop()
         self._watcher.stop()
+        self._link.stop()
         self._loop.stop()
         self._outboxes.stop()
-        self._metrics.stop()
 
     def _submit(self, request: Any, sender: Sender, outbox: Any) -> None:
         inputs = read(request)
@@ -72,11 +74,13 @@ class LlmModel:
             self._turns.control(read_control(inputs), conversation, ResponseStream(sender, outbox, encode))
             return
         if request.flags() != START | END:
+            if request.flags() == START:
+                self._link.end(conversation)
             raise InvalidArgument(
                 "sequence_start, sequence_end",
                 "set both on every request; conversations of several turns are not supported yet",
             )
-        call = decode(request, kind, inputs, tokenizer, self._assembly.kv_dtype)
+        call = decode(request, kind, inputs, tokenizer, self._assembly.limits)
         encode = encoder(call.outputs, tokenizer, len(call.request.prompt_ids), call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
         sequence = self._loop.submit(call.request, stream)

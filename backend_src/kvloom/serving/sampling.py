@@ -66,7 +66,7 @@ def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
         return model.model_validate_json(json.dumps(keys))
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "sampling_parameters"
+        key = _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
         if first["type"] == "extra_forbidden":
             raise InvalidArgument(key, f"unknown key; known: {', '.join(model.model_fields)}") from error
         raise InvalidArgument(key, first["msg"].removeprefix("Value error, ")) from error
@@ -95,3 +95,8 @@ def json_object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgument(name, "must be a JSON object")
     return value
+
+
+def _printable(key: str) -> str:
+    """A client's own key, as an error may show it."""
+    return ascii(key)[1:61] if len(key) > 60 or not key.isprintable() else key

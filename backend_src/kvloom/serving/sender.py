@@ -6,6 +6,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+MAX_ERROR = 2000
+"""Characters of an error text; a client's own words may be part of it."""
+
 CANCEL_POLL_S = 0.1
 """Seconds between looks at who left; a look costs about 30 microseconds per request."""
 
@@ -35,7 +38,7 @@ class Sender:
 
     def fail(self, text: str) -> None:
         """Send an error as the final response."""
-        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
+        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(_travels(text))), True)
 
     def cancelled(self) -> bool:
         """Whether the client left; False once the answer is over."""
@@ -79,3 +82,9 @@ class CancelWatcher:
                 if left or sender.closed:
                     with self._lock:
                         self._watched.pop(sender, None)
+
+
+def _travels(text: str) -> str:
+    """An error text that Triton can carry: valid UTF-8, without NUL (which would cut it), of bounded length."""
+    clean = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+    return clean if len(clean) <= MAX_ERROR else clean[:MAX_ERROR] + " ..."

@@ -9,7 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from kvloom.errors import RequestError
+from kvloom.errors import Internal, RequestError
 from kvloom.request import Delta
 from kvloom.serving.sender import Sender
 
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 SENDERS = 4
 """Sending blocks for about 100 microseconds with the GIL released: a few threads keep up with a busy step."""
 
-_Outbox = queue.SimpleQueue[Callable[[], None] | None]
+Outbox = queue.SimpleQueue[tuple[Sender, Callable[[], None]] | None]
+"""What a sender thread still has to send, and to whom."""
 
 
 class ResponseStream:
@@ -33,7 +34,7 @@ class ResponseStream:
         interval_s: least time between responses; infinite for an answer that is sent whole.
     """
 
-    def __init__(self, sender: Sender, outbox: _Outbox, encode: Callable[[Delta], list[Any]], interval_s: float = 0.0):
+    def __init__(self, sender: Sender, outbox: Outbox, encode: Callable[[Delta], list[Any]], interval_s: float = 0.0):
         self._sender = sender
         self._outbox = outbox
         self._encode = encode
@@ -46,7 +47,7 @@ class ResponseStream:
         """Queue a delta, together with those held back before it, or hold it back too."""
         if delta.error is not None:
             error = str(delta.error)
-            self._outbox.put(lambda: self._sender.fail(error))
+            self._outbox.put((self._sender, lambda: self._sender.fail(error)))
             return
         self._held.append(delta)
         now = time.monotonic() if self._interval_s else 0.0
@@ -54,7 +55,7 @@ class ResponseStream:
             self._next_s = now + self._interval_s
             merged = _merge(self._held)
             self._held = []
-            self._outbox.put(lambda: self._sender.send(self._encode(merged), merged.final))
+            self._outbox.put((self._sender, lambda: self._sender.send(self._encode(merged), merged.final)))
 
 
 def _merge(deltas: list[Delta]) -> Delta:
@@ -72,7 +73,7 @@ class Outboxes:
     """A few threads that send; an answer stays with one of them, so that its responses keep their order."""
 
     def __init__(self) -> None:
-        self._outboxes: list[_Outbox] = [queue.SimpleQueue() for _ in range(SENDERS)]
+        self._outboxes: list[Outbox] = [queue.SimpleQueue() for _ in range(SENDERS)]
         self._threads = [
             threading.Thread(target=_send_all, args=(outbox,), name=f"kvloom-sender-{i}", daemon=True)
             for i, outbox in enumerate(self._outboxes)
@@ -81,7 +82,7 @@ class Outboxes:
         for thread in self._threads:
             thread.start()
 
-    def take(self) -> _Outbox:
+    def take(self) -> Outbox:
         """An outbox for a new answer."""
         self._taken += 1
         return self._outboxes[self._taken % SENDERS]
@@ -94,16 +95,21 @@ class Outboxes:
             thread.join()
 
 
-def fail(outbox: _Outbox, sender: Sender, error: RequestError) -> None:
+def fail(outbox: Outbox, sender: Sender, error: RequestError) -> None:
     """End a request that has no stream."""
     text = str(error)
-    outbox.put(lambda: sender.fail(text))
+    outbox.put((sender, lambda: sender.fail(text)))
 
 
-def _send_all(outbox: _Outbox) -> None:
-    while (send := outbox.get()) is not None:
+def _send_all(outbox: Outbox) -> None:
+    while (item := outbox.get()) is not None:
+        sender, send = item
         try:
             send()
         except pb_utils.TritonModelException:
             # the connection broke; Triton marks the request as cancelled and the watcher ends its work
             log.exception("a response could not be sent")
+        except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
+            log.exception("a response could not be made")
+            if not sender.closed:
+                sender.fail(str(Internal(f"a response could not be made: {error}")))

@@ -11,6 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.chat import parse_messages
+from kvloom.engine import Limits
 from kvloom.errors import InvalidArgument
 from kvloom.request import Delta, Request
 from kvloom.serving.fields import Inputs, flag, many, one, returned
@@ -36,7 +37,7 @@ class Call:
     outputs: frozenset[str]
 
 
-def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, kv_dtype: str) -> Call:
+def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> Call:
     """Read a ``pb_utils.InferenceRequest`` with a prompt.
 
     Args:
@@ -44,15 +45,15 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, kv_dty
         kind: which prompt it has.
         inputs: its inputs.
         tokenizer: of the model.
-        kv_dtype: dtype of the server's cache.
+        limits: of the engine.
 
     Raises:
         InvalidArgument: naming the input or key at fault.
     """
     arrival = time.monotonic()
-    params = sampling_params(inputs, json.loads(request.parameters() or "{}"), tokenizer.vocab_size)
+    params = sampling_params(inputs, json.loads(request.parameters() or "{}"), limits.vocab_size)
     options = read_options(inputs)
-    check_kv(inputs, kv_dtype)
+    check_kv(inputs, limits.kv_dtype)
     outputs = returned(inputs)
     stream = flag(inputs, "stream", True)
     echoes = kind == "text_input" and not stream and not flag(inputs, "exclude_input_in_output", False)
@@ -64,7 +65,7 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, kv_dty
     return Call(
         request=Request(
             id=request.request_id(),
-            prompt_ids=tuple(_prompt_ids(kind, inputs, tokenizer)),
+            prompt_ids=tuple(_prompt_ids(kind, inputs, tokenizer, limits)),
             params=params,
             arrival=arrival,
             logprobs=logprobs,
@@ -115,15 +116,15 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [entry(token.id, token.logprob) | {"top": [entry(*top) for top in token.top]} for token in delta.tokens]
 
 
-def _prompt_ids(kind: str, inputs: Inputs, tokenizer: Tokenizer) -> list[int]:
+def _prompt_ids(kind: str, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> list[int]:
     if kind == "text_input":
-        return tokenizer.encode(one(inputs, "text_input"))
+        return tokenizer.encode(one(inputs, "text_input"), limits.context_length)
     if kind == "messages":
-        return tokenizer.encode_chat(parse_messages(one(inputs, "messages")))
+        return tokenizer.encode_chat(parse_messages(one(inputs, "messages")), limits.context_length)
     ids = many(inputs, "input_ids")
-    wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+    wrong = [token for token in ids if not 0 <= token < limits.vocab_size]
     if wrong:
-        raise InvalidArgument("input_ids", f"{wrong[0]} is not a token; ids are 0 to {tokenizer.vocab_size - 1}")
+        raise InvalidArgument("input_ids", f"{wrong[0]} is not a token; ids are 0 to {limits.vocab_size - 1}")
     return ids
 
 
