@@ -21,12 +21,29 @@ RETURNED = {
 }
 """The flag that asks for each optional output."""
 
+FORWARDED = "kvloom_forwarded"
+"""Request parameter of a call into `llm` that takes errors as data, see ``Sender``."""
+
 Inputs = Mapping[str, np.ndarray]
 
 
+LISTS = frozenset(("input_ids", "stop_words", "bad_words"))
+"""Inputs of shape [1, n]; all others are [1, 1]."""
+
+
 def read(request: Any) -> dict[str, np.ndarray]:
-    """The inputs of a ``pb_utils.InferenceRequest`` by name, as [1, n] arrays."""
-    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    """The inputs of a ``pb_utils.InferenceRequest`` by name.
+
+    Raises:
+        InvalidArgument: one has another shape than it should.
+    """
+    inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    for name, value in inputs.items():
+        if value.ndim != 2 or value.shape[0] != 1 or (value.shape[1] != 1 and name not in LISTS):
+            raise InvalidArgument(
+                name, f"has shape {list(value.shape)}; send {'[1, n]' if name in LISTS else '[1, 1]'}"
+            )
+    return inputs
 
 
 def prompt_kind(inputs: Inputs) -> str:
@@ -45,22 +62,17 @@ def many(inputs: Inputs, name: str) -> list[Any]:
     """The elements of a [1, n] tensor as Python values; strings decoded.
 
     Raises:
-        InvalidArgument: another shape, or not UTF-8.
+        InvalidArgument: not UTF-8.
     """
-    value = inputs[name]
-    if value.ndim != 2 or value.shape[0] != 1:
-        raise InvalidArgument(name, f"has shape {list(value.shape)}; send [1, n]")
-    return [_decoded(name, item) if isinstance(item, bytes) else item for item in value[0].tolist()]
+    return [_decoded(name, item) if isinstance(item, bytes) else item for item in inputs[name][0].tolist()]
 
 
 def one(inputs: Inputs, name: str) -> Any:
     """The only element of a [1, 1] tensor as a Python value; a string decoded.
 
     Raises:
-        InvalidArgument: another shape, or not UTF-8.
+        InvalidArgument: not UTF-8.
     """
-    if inputs[name].shape != (1, 1):
-        raise InvalidArgument(name, f"has shape {list(inputs[name].shape)}; send [1, 1]")
     return many(inputs, name)[0]
 
 

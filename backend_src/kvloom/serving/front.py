@@ -11,9 +11,9 @@ import triton_python_backend_utils as pb_utils
 
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.serving.control import read_control
-from kvloom.serving.fields import RETURNED, flag, one, prompt_kind, read
+from kvloom.serving.fields import FORWARDED, RETURNED, flag, one, prompt_kind, read
 from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, call, control_call, tensor
-from kvloom.serving.sender import CancelWatcher, Sender
+from kvloom.serving.sender import ERROR, CancelWatcher, Sender
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Forward:
             tensors,
             ["text_output", "finish_reason", *(self._asked - {"finish_reason"})],
             request.request_id(),
-            json.loads(request.parameters() or "{}"),
+            {**json.loads(request.parameters() or "{}"), FORWARDED: True},
         )
 
     def run(self) -> None:
@@ -91,8 +91,12 @@ class _Forward:
                 tensors = {output.name(): output for output in response.output_tensors()}
                 if not tensors:
                     continue
-                final = tensors["finish_reason"].as_numpy()[0, 0] != b""
-                self._sender.send([t for name, t in tensors.items() if name in self._asked | {"text_output"}], final)
+                reason = tensors["finish_reason"].as_numpy()[0, 0].decode()
+                if reason == ERROR:
+                    self._sender.fail(tensors["text_output"].as_numpy()[0, 0].decode())
+                    break
+                wanted = self._asked | {"text_output"}
+                self._sender.send([output for name, output in tensors.items() if name in wanted], bool(reason))
             if not self._sender.closed:
                 self._sender.fail(str(Internal("llm ended its answer without a last response")))
         except pb_utils.TritonModelException as error:

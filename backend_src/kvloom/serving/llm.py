@@ -11,7 +11,7 @@ from kvloom.config import Settings
 from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
 from kvloom.loop import Loop
 from kvloom.serving.control import read_control
-from kvloom.serving.fields import prompt_kind, read, returned
+from kvloom.serving.fields import FORWARDED, prompt_kind, read, returned
 from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.sender import CancelWatcher, Sender
@@ -46,7 +46,8 @@ class LlmModel:
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         for request in requests:
-            sender, outbox = Sender(request), self._outboxes.take()
+            forwarded = FORWARDED in json.loads(request.parameters() or "{}")
+            sender, outbox = Sender(request, errors_as_data=forwarded), self._outboxes.take()
             try:
                 self._submit(request, sender, outbox)
             except RequestError as error:

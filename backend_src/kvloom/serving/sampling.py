@@ -8,12 +8,12 @@ from pydantic import BaseModel, ValidationError
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import SamplingParams
-from kvloom.serving.fields import Inputs, many, one
+from kvloom.serving.fields import FORWARDED, Inputs, many, one
 
 Model = TypeVar("Model", bound=BaseModel)
 
-LISTS = {"stop_words": "stop", "bad_words": "bad_words"}
-"""STRING [n] tensors and the keys they set."""
+WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+"""STRING [1, n] tensors and the keys they set."""
 
 SCALARS = {
     "max_tokens": "max_tokens",
@@ -33,8 +33,8 @@ SCALARS = {
 }
 """[1, 1] tensors and the keys they set."""
 
-_NOT_UNKNOWN = {"id"}
-"""What Triton's HTTP endpoint itself adds to the request parameters."""
+_NOT_SAMPLING = {"id", FORWARDED}
+"""Request parameters that Triton's HTTP endpoint and `generate` add themselves."""
 
 
 def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: int) -> SamplingParams:
@@ -43,7 +43,7 @@ def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: i
     Raises:
         InvalidArgument: naming the key and what it takes.
     """
-    keys: dict[str, Any] = {key: value for key, value in parameters.items() if key not in _NOT_UNKNOWN}
+    keys: dict[str, Any] = {key: value for key, value in parameters.items() if key not in _NOT_SAMPLING}
     if "sampling_parameters" in inputs:
         keys |= json_object("sampling_parameters", one(inputs, "sampling_parameters"))
     keys |= _from_tensors(inputs)
@@ -74,11 +74,11 @@ def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
 
 def _from_tensors(inputs: Inputs) -> dict[str, Any]:
     keys: dict[str, Any] = {}
-    for name, key in (SCALARS | LISTS).items():
+    for name, key in (SCALARS | WORDS).items():
         if name in inputs:
             if key in keys:
                 raise InvalidArgument(name, f"is another name for {key}; send one of them")
-            keys[key] = many(inputs, name) if name in LISTS else one(inputs, name)
+            keys[key] = many(inputs, name) if name in WORDS else one(inputs, name)
     return keys
 
 

@@ -4,7 +4,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
+
+ERROR = "error"
+"""The finish_reason of an error that is sent as data."""
 
 MAX_ERROR = 2000
 """Characters of an error text; a client's own words may be part of it."""
@@ -22,9 +26,16 @@ class Sender:
         closed: the final mark was sent.
     """
 
-    def __init__(self, request: Any):
-        """Args: request: a ``pb_utils.InferenceRequest``."""
+    def __init__(self, request: Any, errors_as_data: bool = False):
+        """Take over a request's responses.
+
+        Args:
+            request: a ``pb_utils.InferenceRequest``.
+            errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
+                model calls another, Triton loses an error that comes after a response, and its final mark with it.
+        """
         self.closed = False
+        self._errors_as_data = errors_as_data
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
 
@@ -38,7 +49,11 @@ class Sender:
 
     def fail(self, text: str) -> None:
         """Send an error as the final response."""
-        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(_travels(text))), True)
+        text = _travels(text)
+        if self._errors_as_data:
+            self.send([string("text_output", text), string("finish_reason", ERROR)], True)
+        else:
+            self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
     def cancelled(self) -> bool:
         """Whether the client left; False once the answer is over."""
@@ -82,6 +97,11 @@ class CancelWatcher:
                 if left or sender.closed:
                     with self._lock:
                         self._watched.pop(sender, None)
+
+
+def string(name: str, text: str) -> Any:
+    """A STRING output (``pb_utils.Tensor``) of shape [1, 1]."""
+    return pb_utils.Tensor(name, np.array([[text.encode()]], dtype=np.object_))
 
 
 def _travels(text: str) -> str:

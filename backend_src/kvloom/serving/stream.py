@@ -46,6 +46,8 @@ class ResponseStream:
     def __call__(self, delta: Delta) -> None:
         """Queue a delta, together with those held back before it, or hold it back too."""
         if delta.error is not None:
+            if self._held and self._interval_s < float("inf"):
+                self._send_held()
             error = str(delta.error)
             self._outbox.put((self._sender, lambda: self._sender.fail(error)))
             return
@@ -53,9 +55,12 @@ class ResponseStream:
         now = time.monotonic() if self._interval_s else 0.0
         if delta.final or now >= self._next_s:
             self._next_s = now + self._interval_s
-            merged = _merge(self._held)
-            self._held = []
-            self._outbox.put((self._sender, lambda: self._sender.send(self._encode(merged), merged.final)))
+            self._send_held()
+
+    def _send_held(self) -> None:
+        merged = _merge(self._held)
+        self._held = []
+        self._outbox.put((self._sender, lambda: self._sender.send(self._encode(merged), merged.final)))
 
 
 def _merge(deltas: list[Delta]) -> Delta:

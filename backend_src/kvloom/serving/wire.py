@@ -17,6 +17,7 @@ from kvloom.request import Delta, Request
 from kvloom.serving.fields import Inputs, flag, many, one, returned
 from kvloom.serving.options import check_kv, read_options
 from kvloom.serving.sampling import sampling_params
+from kvloom.serving.sender import string
 from kvloom.tokenizer import Tokenizer
 
 
@@ -87,24 +88,24 @@ def encoder(
 
     def encode(delta: Delta) -> list[Any]:
         nonlocal echo, cumulative
-        values = {"text_output": _string(echo + delta.text)}
+        tensors = [string("text_output", echo + delta.text)]
         echo = ""
         if "finish_reason" in outputs:
-            values["finish_reason"] = _string(delta.finish_reason or "")
+            tensors.append(string("finish_reason", delta.finish_reason or ""))
         if "num_input_tokens" in outputs:
-            values["num_input_tokens"] = np.array([[num_input_tokens]], dtype=np.uint32)
+            tensors.append(pb_utils.Tensor("num_input_tokens", np.array([[num_input_tokens]], dtype=np.uint32)))
         if "num_output_tokens" in outputs:
-            values["num_output_tokens"] = np.array([[len(delta.tokens)]], dtype=np.uint32)
+            tensors.append(pb_utils.Tensor("num_output_tokens", np.array([[len(delta.tokens)]], dtype=np.uint32)))
         if "token_ids" in outputs:
-            values["token_ids"] = np.array([delta.token_ids], dtype=np.int32)
+            tensors.append(pb_utils.Tensor("token_ids", np.array([delta.token_ids], dtype=np.int32)))
         if "cumulative_logprob" in outputs:
             cumulative += sum(token.logprob or 0.0 for token in delta.tokens)
-            values["cumulative_logprob"] = np.array([[cumulative]], dtype=np.float32)
+            tensors.append(pb_utils.Tensor("cumulative_logprob", np.array([[cumulative]], dtype=np.float32)))
         if "logprobs" in outputs:
-            values["logprobs"] = _string(json.dumps(_logprobs(delta, tokenizer)))
+            tensors.append(string("logprobs", json.dumps(_logprobs(delta, tokenizer))))
         if "usage" in outputs and delta.usage is not None:
-            values["usage"] = _string(json.dumps(dataclasses.asdict(delta.usage)))
-        return [pb_utils.Tensor(name, value) for name, value in values.items()]
+            tensors.append(string("usage", json.dumps(dataclasses.asdict(delta.usage))))
+        return tensors
 
     return encode
 
@@ -126,7 +127,3 @@ def _prompt_ids(kind: str, inputs: Inputs, tokenizer: Tokenizer, limits: Limits)
     if wrong:
         raise InvalidArgument("input_ids", f"{wrong[0]} is not a token; ids are 0 to {limits.vocab_size - 1}")
     return ids
-
-
-def _string(text: str) -> np.ndarray:
-    return np.array([[text.encode()]], dtype=np.object_)
