@@ -1,5 +1,6 @@
 """The README's code does what the README says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -38,6 +39,31 @@ def test_snippet(server, snippet):
     if "kvloom_client" in snippet:
         assert " Paris." in run.stdout
         assert run.stdout.endswith("length 8\n")
+    canary(server)
+    assert_idle(server)
+
+
+CALLS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+
+
+def test_curl_calls(server):
+    assert len(CALLS) == 2
+    whole, streamed = (
+        subprocess.run(
+            ["bash", "-ec", call.replace("127.0.0.1:8000", server.http_url.removeprefix("http://"))],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for call in CALLS
+    )
+    assert json.loads(whole)["text_output"] == "The capital city of France is Paris.\n\nThe United States has"
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line]
+    assert len(events) > 1
+    text = "".join(event["text_output"] for event in events)
+    assert text
+    assert "\n\n" not in text
     canary(server)
     assert_idle(server)
 
