@@ -42,13 +42,22 @@ def agree(server: Server, client: Client, request: dict[str, Any]) -> str:
     return found["llm whole"]
 
 
-def test_reference_prompts(server, client):
+def reference_prompts(server: Server, client: Client, references: list[dict]) -> None:
     def one(reference: dict) -> None:
-        greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+        greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
         agree(server, client, {"text_input": reference["prompt"], **greedy})
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, REFERENCE[::2]))
+        list(pool.map(one, references))
+
+
+def test_reference_prompts(server, client):
+    reference_prompts(server, client, REFERENCE[::4])
+
+
+@pytest.mark.full
+def test_reference_prompts_full(server, client):
+    reference_prompts(server, client, REFERENCE)
 
 
 def random_texts(server: Server, client: Client, seeds: int) -> None:
@@ -60,7 +69,7 @@ def random_texts(server: Server, client: Client, seeds: int) -> None:
 
 
 def test_random_texts(server, client):
-    random_texts(server, client, 6)
+    random_texts(server, client, 4)
 
 
 @pytest.mark.full

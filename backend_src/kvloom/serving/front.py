@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 
 STREAM_INTERVAL_MS = 50
 """Least time between forwarded responses: each costs about 0.4 ms of processor time on its way."""
+
+
+CANCEL_AGAIN_S = 0.2
+"""Seconds after which a cancel that did not end the answer is repeated."""
 
 
 class GenerateModel:
@@ -63,7 +68,9 @@ class _Forward:
         self._sender = sender
         self._conversation = uuid.uuid4().hex
         self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
-        interval = max(STREAM_INTERVAL_MS, one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0)
+        interval = one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0
+        if interval >= 0:  # what is wrong is for `llm` to refuse
+            interval = max(STREAM_INTERVAL_MS, interval)
         ours = [
             tensor("stream", flag(inputs, "stream", False), np.bool_),
             tensor("stream_interval_ms", interval, np.int32),
@@ -106,15 +113,16 @@ class _Forward:
 
     def cancel(self) -> None:
         """Tell `llm` that nobody waits for the answer any more; its last response then ends the request."""
-        cancel = control_call(json.dumps({"op": "cancel", "conversation": self._conversation}))
+        threading.Thread(target=self._cancel, name="kvloom-forward-cancel", daemon=True).start()
 
-        def run() -> None:
-            for response in cancel.exec(decoupled=True):
+    def _cancel(self) -> None:
+        control = json.dumps({"op": "cancel", "conversation": self._conversation})
+        # the request itself may still be on its way to `llm`, which then does not know it yet
+        while not self._sender.closed:
+            for response in control_call(control).exec(decoupled=True):
                 if response.has_error():
-                    # it ended by itself meanwhile
                     log.info("cancel: %s", response.error().message())
-
-        threading.Thread(target=run, name="kvloom-forward-cancel", daemon=True).start()
+            time.sleep(CANCEL_AGAIN_S)
 
 
 def _error_text(text: str) -> str:
