@@ -217,8 +217,7 @@ def engine(model) -> Engine:
 
 
 def test_loop_serves_many_threads(engine, prompts, expected):
-    loop = Loop(engine)
-    loop.start()
+    loop = Loop(lambda: engine)
     results: dict[int, Answer] = {}
 
     def client(number):
@@ -236,9 +235,8 @@ def test_loop_serves_many_threads(engine, prompts, expected):
 
 
 def test_loop_survives_a_failing_scheduler(engine, prompts, expected, monkeypatch):
-    loop = Loop(engine)
+    loop = Loop(lambda: engine)
     monkeypatch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
-    loop.start()
     answer, done = submit(loop, prompts[4], max_tokens=40, temperature=0.0)
     assert done.wait(10)
     assert isinstance(answer.error, Internal)
@@ -250,8 +248,7 @@ def test_loop_survives_a_failing_scheduler(engine, prompts, expected, monkeypatc
 
 
 def test_stopping_the_loop_ends_every_answer(engine, prompts):
-    loop = Loop(engine)
-    loop.start()
+    loop = Loop(lambda: engine)
     answers = [submit(loop, prompts[4], max_tokens=10_000)[0] for _ in range(5)]
     loop.stop()
     assert all(isinstance(answer.error, Unavailable) for answer in answers)

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from kvloom.engine import Engine, Stats
 from kvloom.errors import Internal, Unavailable
@@ -16,21 +17,29 @@ Message = Callable[[], None]
 
 
 class Loop:
-    """Runs the engine in a thread of its own; the other threads leave messages in its inbox.
+    """Builds the engine and runs it in a thread of its own; the other threads leave messages in its inbox.
 
-    ``stats`` is a snapshot that any thread may read.
+    The engine is built in that thread too: OpenMP keeps a team of workers for each thread that ever computed, and with
+    more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
+    step take twice as long.
+
+    Attributes:
+        stats: a snapshot that any thread may read.
     """
 
-    def __init__(self, engine: Engine):
-        self.stats: Stats = engine.stats()
-        self._engine = engine
+    def __init__(self, build: Callable[[], Engine]):
+        """Start the thread and wait until it has built the engine.
+
+        Raises:
+            Exception: whatever ``build`` raises.
+        """
+        self.stats = Stats()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvloom-loop", daemon=True)
-
-    def start(self) -> None:
-        """Start stepping."""
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
         self._thread.start()
+        self._engine = built.result()
 
     def submit(self, request: Request, sink: Sink) -> Sequence:
         """Queue a request.
@@ -68,16 +77,26 @@ class Loop:
         self._inbox.put(stop)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
+        try:
+            engine = build()
+        except Exception as error:  # noqa: BLE001 it is raised where the loop was made
+            built.set_exception(error)
+            return
+        self.stats = engine.stats()
+        built.set_result(engine)
+        self._run(engine)
+
+    def _run(self, engine: Engine) -> None:
         while not self._stopping:
             try:
-                self._handle(wait=not self._engine.busy)
-                if self._engine.busy:
-                    self._engine.step()
+                self._handle(wait=not engine.busy)
+                if engine.busy:
+                    engine.step()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
-                self._engine.fail_all(Internal(f"the engine failed: {error}"))
-            self.stats = self._engine.stats()
+                engine.fail_all(Internal(f"the engine failed: {error}"))
+            self.stats = engine.stats()
 
     def _handle(self, wait: bool) -> None:
         """Act on every message there is; with ``wait``, on at least one."""

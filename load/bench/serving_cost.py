@@ -91,8 +91,7 @@ def through_http(url: str, streams: int, tokens: int) -> None:
 def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
     """Tokens per second of every door and number of streams; a row each."""
     speeds: dict[tuple[str, int], list[float]] = {(door, n): [] for n in STREAMS for door in DOORS}
-    loop = Loop(assemble(Settings.parse(SETTINGS)).engine)
-    loop.start()
+    loop = Loop(lambda: assemble(Settings.parse(SETTINGS)).engine)
     with Server.start(ModelRepository(SETTINGS)) as server, Progress(console=Console(stderr=True)) as progress:
         run: dict[str, Callable[[int, int], None]] = {
             "in-process": lambda n, length: in_process(loop, n, length),

@@ -8,6 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from kvloom.assemble import Assembly, assemble
 from kvloom.config import Settings
+from kvloom.engine import Engine
 from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
 from kvloom.loop import Loop
 from kvloom.serving.control import read_control
@@ -31,17 +32,15 @@ class LlmModel:
         parameters = json.loads(args["model_config"])["parameters"]
         try:
             settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
-            self._assembly: Assembly = assemble(settings)
+            self._loop = Loop(lambda: self._assemble(settings))
         except SetupError as error:
             log.error("%s", error)
             raise pb_utils.TritonModelException(str(error)) from error
-        self._loop = Loop(self._assembly.engine)
         self._outboxes = Outboxes()
         self._watcher = CancelWatcher()
         self._link = Link()
         self._turns = Turns(self._loop, self._assembly.limits.kv_dtype)
         self._metrics = Metrics(self._loop)
-        self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
@@ -64,6 +63,10 @@ class LlmModel:
         self._link.stop()
         self._loop.stop()
         self._outboxes.stop()
+
+    def _assemble(self, settings: Settings) -> Engine:
+        self._assembly: Assembly = assemble(settings)
+        return self._assembly.engine
 
     def _submit(self, request: Any, sender: Sender, outbox: Any) -> None:
         inputs = read(request)
