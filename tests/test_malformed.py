@@ -1,10 +1,17 @@
 """Random malformed requests: each gets an error that names what is wrong, or an answer; none hurts a neighbour."""
 
 import json
+import math
+import queue
+import re
 import threading
+import uuid
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +22,7 @@ from kvloom.serving.options import Options
 from kvloom_client import Client
 from server import assert_idle, canary
 
+CONFIG = (Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt").read_text()
 HEALTHY = {"text_input": "What is deep learning?", "temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
 
 KEYS = st.sampled_from([*SamplingParams.model_fields, "tempurature", "min_length", "random_seed", "stop_words"])
@@ -77,6 +85,57 @@ def check(server, body: dict[str, Any], endpoint: str) -> None:
         assert "text_output" in found or "exactly 1 response" in found["error"], found
 
 
+# over gRPC nothing parses the numbers of a tensor: whatever its bits say reaches the model
+NUMBERS = {
+    "INT32": (np.int32, st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 30)),
+    "UINT64": (np.uint64, st.integers(0, 2**64 - 1)),
+    "FP32": (np.float32, st.floats(width=32) | st.floats(-1, 3, width=32)),
+    "BOOL": (np.bool_, st.booleans()),
+    "BYTES": (np.object_, st.binary(max_size=12) | st.sampled_from([b"", b"\xff\xfe", b"{", b'{"op": "ping"}', b"[]"])),
+}
+DECLARED = {
+    name: kind.replace("STRING", "BYTES")
+    for name, kind in re.findall(r'name: "(\w+)" data_type: TYPE_(\w+) dims: \[ ?-?\d+ ?\] optional', CONFIG)
+}
+
+
+@st.composite
+def tensors(draw) -> dict[str, np.ndarray]:
+    """Inputs of their declared types, mostly of their declared shapes."""
+    found: dict[str, np.ndarray] = {}
+    for name in draw(st.lists(st.sampled_from(sorted(DECLARED)), max_size=4, unique=True)):
+        dtype, values = NUMBERS[DECLARED[name]]
+        shape = draw(st.sampled_from([(1, 1)] * 8 + [(1, 2), (1, 0), (2, 1), (1,)]))
+        found[name] = np.array(draw(st.lists(values, min_size=math.prod(shape), max_size=math.prod(shape))), dtype)
+        found[name] = found[name].reshape(shape)
+    if draw(st.integers(0, 4)):
+        found.setdefault("text_input", np.array([[b"Hello"]], np.object_))
+    found.setdefault("deadline_ms", np.array([[300]], np.int32))
+    return found
+
+
+def check_tensors(server, inputs: dict[str, np.ndarray], model: str) -> None:
+    found: queue.Queue = queue.Queue()
+    sequence = {"sequence_id": uuid.uuid4().hex, "sequence_start": True, "sequence_end": True} if model == "llm" else {}
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: found.put((result, error)))
+        given = []
+        for name, array in inputs.items():
+            given.append(triton.InferInput(name, array.shape, DECLARED[name]))
+            given[-1].set_data_from_numpy(array)
+        client.async_stream_infer(model, given, **sequence)
+        while True:
+            result, error = found.get(timeout=30)
+            if error is not None:
+                text = error.message()
+                assert "Traceback" not in text
+                assert "INTERNAL: " not in text, text
+                break
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                break
+        client.stop_stream()
+
+
 def storm(server, examples: int) -> None:
     with Client(server.grpc_url) as client:
         expected = client.generate(**HEALTHY).text
@@ -91,19 +150,27 @@ def storm(server, examples: int) -> None:
         thread = threading.Thread(target=healthy)
         thread.start()
 
-        @settings(
-            max_examples=examples,
+        often = settings(
+            max_examples=examples // 2,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
             derandomize=True,
         )
+
+        @often
         @given(body=bodies(), endpoint=st.sampled_from(["generate", "generate_stream"]))
-        def run(body: dict[str, Any], endpoint: str) -> None:
+        def over_http(body: dict[str, Any], endpoint: str) -> None:
             check(server, body, endpoint)
 
+        @often
+        @given(inputs=tensors(), model=st.sampled_from(["generate", "llm"]))
+        def over_grpc(inputs: dict[str, np.ndarray], model: str) -> None:
+            check_tensors(server, inputs, model)
+
         try:
-            run()
+            over_http()
+            over_grpc()
         finally:
             stop.set()
             thread.join()

@@ -116,8 +116,9 @@ def generate(
     )
     with _talking() as interrupts:
         with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
-            with interrupts.raising():
-                print_answer(client, request, [])
+            print_answer(client, request, [], interrupts)
+        if interrupts.event.is_set():
+            raise KeyboardInterrupt
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -22,6 +22,7 @@ class Interrupts:
         self.event = threading.Event()
         self.signum: int | None = None
         self._raising = False
+        self._end: Callable[[], None] | None = None
         self._previous: dict[int, signal.Handlers] = {}
 
     @contextmanager
@@ -34,6 +35,20 @@ class Interrupts:
             yield
         finally:
             self._raising = False
+
+    @contextmanager
+    def calling(self, end: Callable[[], None]) -> Iterator[None]:
+        """Let a signal, also one that came before, call ``end`` once, in a thread of its own.
+
+        For bodies that must not be left at any point, such as those that hold a library's locks.
+        """
+        self._end = end
+        try:
+            if self.event.is_set():
+                self._call_end()
+            yield
+        finally:
+            self._end = None
 
     def forget(self) -> None:
         """Be as if no signal had come: what it was meant for has been done."""
@@ -54,6 +69,12 @@ class Interrupts:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum
         self.event.set()
+        self._call_end()
         if self._raising:
             self._raising = False
             raise KeyboardInterrupt
+
+    def _call_end(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            threading.Thread(target=end, name="kvloom-interrupt", daemon=True).start()

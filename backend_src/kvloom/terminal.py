@@ -19,13 +19,14 @@ Ctrl-C interrupts an answer; what came of it stays in the conversation."""
 _PROMPT = "> "
 
 
-def print_answer(client: Client, request: dict[str, Any], said: list[str]) -> None:
-    """Ask, and print the answer as it comes and then its speed, also when it breaks off.
+def print_answer(client: Client, request: dict[str, Any], said: list[str], interrupts: Interrupts) -> None:
+    """Ask, and print the answer as it comes and then its speed, also when it breaks off or a signal ends it.
 
     Args:
         client: whom to ask.
         request: what to ask, as ``Client.stream`` takes it.
         said: gets the answer's parts, also those before it broke off.
+        interrupts: a signal cancels the answer.
 
     Raises:
         KvloomClientError: there is no answer, or no whole one.
@@ -33,7 +34,7 @@ def print_answer(client: Client, request: dict[str, Any], said: list[str]) -> No
     start = time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when, and how many tokens
     try:
-        with client.stream(**request) as stream:
+        with client.stream(**request) as stream, interrupts.calling(stream.cancel):
             for chunk in stream:
                 arrivals.append((time.perf_counter(), chunk.num_output_tokens))
                 said.append(chunk.text)
@@ -120,15 +121,13 @@ class Chat:
         request = {"messages": [*system, *self._history, turn], "sampling_parameters": self._sampling}
         said: list[str] = []
         try:
-            with self._interrupts.raising():
-                print_answer(self._client, request, said)
-        except KeyboardInterrupt:
-            if self._interrupts.signum != signal.SIGINT:
-                raise
+            print_answer(self._client, request, said, self._interrupts)
         except KvloomClientError as error:
             if not self._interactive:
                 raise
             _note(f"kvloom: {error}")
+        if self._interrupts.signum == signal.SIGTERM:
+            raise KeyboardInterrupt
         if self._interrupts.signum == signal.SIGINT:
             # also one that came too late for the answer: it was not meant for the conversation
             self._interrupts.forget()
