@@ -78,11 +78,12 @@ class _Forward:
             tensor("return_finish_reason", True, np.bool_),
         ]
         names = {own.name() for own in ours}
-        tensors = [given for given in request.inputs() if given.name() not in names] + ours
+        # copies: what the request holds lies in shared memory that may be gone when the call is made
+        given = [pb_utils.Tensor(name, np.array(value)) for name, value in inputs.items() if name not in names]
         self._call = call(
             self._conversation,
             START | END,
-            tensors,
+            given + ours,
             ["text_output", "finish_reason", *(self._asked - {"finish_reason"})],
             request.request_id(),
             {**json.loads(request.parameters() or "{}"), FORWARDED: True},
@@ -95,15 +96,17 @@ class _Forward:
                 if response.has_error():
                     self._sender.fail(_error_text(response.error().message()))
                     break
-                tensors = {output.name(): output for output in response.output_tensors()}
-                if not tensors:
+                # copies, likewise: Triton may still read what was sent when this response is freed
+                outputs = {output.name(): np.array(output.as_numpy()) for output in response.output_tensors()}
+                if not outputs:
                     continue
-                reason = tensors["finish_reason"].as_numpy()[0, 0].decode()
+                reason = outputs["finish_reason"][0, 0].decode()
                 if reason == ERROR:
-                    self._sender.fail(tensors["text_output"].as_numpy()[0, 0].decode())
+                    self._sender.fail(outputs["text_output"][0, 0].decode())
                     break
                 wanted = self._asked | {"text_output"}
-                self._sender.send([output for name, output in tensors.items() if name in wanted], bool(reason))
+                tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
+                self._sender.send(tensors, bool(reason))
             if not self._sender.closed:
                 self._sender.fail(str(Internal("llm ended its answer without a last response")))
         except pb_utils.TritonModelException as error:
