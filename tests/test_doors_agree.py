@@ -42,39 +42,39 @@ def agree(server: Server, client: Client, request: dict[str, Any]) -> str:
     return found["llm whole"]
 
 
-def reference_prompts(server: Server, client: Client, references: list[dict]) -> None:
+def reference_prompts(server: Server, client: Client, references: list[dict], at_once: int) -> None:
     def one(reference: dict) -> None:
         greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
         agree(server, client, {"text_input": reference["prompt"], **greedy})
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(one, references))
 
 
 def test_reference_prompts(server, client):
-    reference_prompts(server, client, REFERENCE[::4])
+    reference_prompts(server, client, REFERENCE[::4], at_once=1)
 
 
 @pytest.mark.full
 def test_reference_prompts_full(server, client):
-    reference_prompts(server, client, REFERENCE)
+    reference_prompts(server, client, REFERENCE, at_once=8)
 
 
-def random_texts(server: Server, client: Client, seeds: int) -> None:
+def random_texts(server: Server, client: Client, seeds: int, at_once: int) -> None:
     def one(seed: int) -> None:
         agree(server, client, {"text_input": "Once upon a time", "temperature": 1.5, "seed": seed, "max_tokens": 24})
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(one, range(seeds)))
 
 
 def test_random_texts(server, client):
-    random_texts(server, client, 4)
+    random_texts(server, client, 4, at_once=1)
 
 
 @pytest.mark.full
 def test_random_texts_full(server, client):
-    random_texts(server, client, 200)
+    random_texts(server, client, 200, at_once=8)
 
 
 def test_h02_sentencepiece_keeps_its_blanks(tmp_path):
