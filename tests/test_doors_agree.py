@@ -52,7 +52,7 @@ def reference_prompts(server: Server, client: Client, references: list[dict], at
 
 
 def test_reference_prompts(server, client):
-    reference_prompts(server, client, REFERENCE[::4], at_once=1)
+    reference_prompts(server, client, REFERENCE[::4], at_once=8)
 
 
 @pytest.mark.full
@@ -69,7 +69,7 @@ def random_texts(server: Server, client: Client, seeds: int, at_once: int) -> No
 
 
 def test_random_texts(server, client):
-    random_texts(server, client, 4, at_once=1)
+    random_texts(server, client, 4, at_once=8)
 
 
 @pytest.mark.full

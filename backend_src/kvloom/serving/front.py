@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.serving.control import read_control
 from kvloom.serving.fields import FORWARDED, RETURNED, flag, one, prompt_kind, read
-from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, call, control_call, tensor
+from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call, tensor
 from kvloom.serving.sender import ERROR, CancelWatcher, Sender
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,14 @@ class GenerateModel:
         """Start watching for clients that leave."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         self._watcher = CancelWatcher()
+        self._calls = Calls()
 
     def execute(self, requests: list[Any]) -> None:
         """Start forwarding; returns at once."""
         for request in requests:
             sender = Sender(request)
             try:
-                forward = _Forward(request, sender)
+                forward = _Forward(request, sender, self._calls)
             except RequestError as error:
                 sender.fail(str(error))
                 continue
@@ -56,16 +57,18 @@ class GenerateModel:
     def finalize(self) -> None:
         """Stop watching."""
         self._watcher.stop()
+        self._calls.stop()
 
 
 class _Forward:
     """One request on its way to `llm` and back."""
 
-    def __init__(self, request: Any, sender: Sender):
+    def __init__(self, request: Any, sender: Sender, calls: Calls):
         inputs = read(request)
         if prompt_kind(inputs) == "control" and read_control(inputs).op != "ping":
             raise InvalidArgument("control", "generate takes only ping; it has no conversations")
         self._sender = sender
+        self._calls = calls
         self._conversation = uuid.uuid4().hex
         self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
         interval = one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0
@@ -92,10 +95,10 @@ class _Forward:
     def run(self) -> None:
         """Pass the answer's responses on as they come; the last one ends the request."""
         try:
-            for response in self._call.exec(decoupled=True):
+            for response in self._calls.responses(self._call):
                 if response.has_error():
                     self._sender.fail(_error_text(response.error().message()))
-                    break
+                    continue
                 # copies, likewise: Triton may still read what was sent when this response is freed
                 outputs = {output.name(): np.array(output.as_numpy()) for output in response.output_tensors()}
                 if not outputs:
@@ -103,7 +106,7 @@ class _Forward:
                 reason = outputs["finish_reason"][0, 0].decode()
                 if reason == ERROR:
                     self._sender.fail(outputs["text_output"][0, 0].decode())
-                    break
+                    continue
                 wanted = self._asked | {"text_output"}
                 tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
                 self._sender.send(tensors, bool(reason))
@@ -122,7 +125,7 @@ class _Forward:
         control = json.dumps({"op": "cancel", "conversation": self._conversation})
         # the request itself may still be on its way to `llm`, which then does not know it yet
         while not self._sender.closed:
-            for response in control_call(control).exec(decoupled=True):
+            for response in self._calls.responses(control_call(control)):
                 if response.has_error():
                     log.info("cancel: %s", response.error().message())
             time.sleep(CANCEL_AGAIN_S)

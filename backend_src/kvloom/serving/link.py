@@ -3,8 +3,10 @@
 import logging
 import queue
 import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +55,44 @@ def tensor(name: str, value: object, dtype: type) -> Any:
     return pb_utils.Tensor(name, np.array([[value]], dtype=dtype))
 
 
+KEEP_S = 10.0
+"""Seconds for which the responses of a call are kept after its last one."""
+
+
+class Calls:
+    """Executes calls and keeps their responses for a while.
+
+    Triton's stub lists each call's responses in a table of its own and takes them off it a moment after the last one
+    was read, in a C++ thread that does not hold the GIL. If nobody else held them by then, they, and the Python objects
+    inside, would be freed there: the interpreter's memory breaks, and the whole server dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def responses(self, request: Any) -> Iterator[Any]:
+        """Execute a ``pb_utils.InferenceRequest`` and yield its responses; to be read to the end."""
+        iterator = request.exec(decoupled=True)
+        yield from iterator
+        with self._lock:
+            now = time.monotonic()
+            self._kept.append((now, iterator))
+            while now - self._kept[0][0] > KEEP_S:
+                self._kept.popleft()
+
+    def stop(self) -> None:
+        """Let go of everything: what outlives the stub crashes when it is freed."""
+        with self._lock:
+            self._kept.clear()
+
+
 class Link:
     """Ends sequences in Triton that `llm` does not keep, from a thread of its own; changes no state of the engine."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
+        self._calls = Calls()
         self._thread = threading.Thread(target=self._run, name="kvloom-link", daemon=True)
         self._thread.start()
 
@@ -71,11 +106,12 @@ class Link:
             self._inbox.get()
         self._inbox.put(None)
         self._thread.join()
+        self._calls.stop()
 
     def _run(self) -> None:
         while (conversation := self._inbox.get()) is not None:
             try:
-                for response in control_call(PING, conversation, END).exec(decoupled=True):
+                for response in self._calls.responses(control_call(PING, conversation, END)):
                     if response.has_error():
                         # the client itself ended or restarted it meanwhile
                         log.info("conversation %s: %s", conversation, response.error().message())
