@@ -2,6 +2,7 @@
 
 import time
 
+from kvloom.observations import Observations
 from kvloom.request import FinishReason, Request, Sampled, Sequence, Sink, Usage
 from kvloom.text import TextStream
 from kvloom.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ class Answer:
         tokenizer: of the model.
         longest: most tokens of a sequence, prompt and answer.
         sink: where the deltas go.
+        observations: gets its times.
 
     Attributes:
         sink: where the deltas go.
@@ -22,7 +24,7 @@ class Answer:
         end_ids: tokens that end the answer.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, longest: int, sink: Sink):
+    def __init__(self, request: Request, tokenizer: Tokenizer, longest: int, sink: Sink, observations: Observations):
         params = request.params
         self.sink = sink
         self.text = TextStream(
@@ -34,21 +36,28 @@ class Answer:
         self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids
+        self._observations = observations
         self._started: float | None = None
         self._first_token: float | None = None
+        self._last_token = 0.0
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
         """Note that a step computes something of it; the first call counts."""
         if self._started is None:
-            self._started = time.monotonic()
+            self._started = now
+            self._observations.add("queue_seconds", now - self._arrival)
 
-    def take(self, sequence: Sequence, sampled: Sampled) -> tuple[str, FinishReason | None]:
+    def take(self, sequence: Sequence, sampled: Sampled, now: float) -> tuple[str, FinishReason | None]:
         """Append a token to the sequence; return the text that became certain, and why the answer ends, if it does.
 
         The text of an end token, like a stop string, is cut off unless the request wants it kept.
         """
         if self._first_token is None:
-            self._first_token = time.monotonic()
+            self._first_token = now
+            self._observations.add("ttft_seconds", now - self._arrival)
+        else:
+            self._observations.add("inter_token_seconds", now - self._last_token)
+        self._last_token = now
         params = self._params
         sequence.tokens.append(sampled.id)
         # the sampler bans end tokens before min_tokens
@@ -62,13 +71,15 @@ class Answer:
             return text, FinishReason.LENGTH
         return text, None
 
-    def usage(self, sequence: Sequence, kv_dtype: str) -> Usage:
-        """What the answer took, read while the sequence still holds its blocks."""
+    def end(self, sequence: Sequence, kv_dtype: str) -> Usage:
+        """What the answer took; called once, while the sequence still holds its blocks."""
         now = time.monotonic()
+        self._observations.add("e2e_seconds", now - self._arrival)
         started = now if self._started is None else self._started
         first = now if self._first_token is None else self._first_token
         return Usage(
             prompt_tokens=len(sequence.request.prompt_ids),
+            cached_tokens=sequence.cached,
             generated_tokens=sequence.generated,
             queue_ms=(started - self._arrival) * 1e3,
             prefill_ms=(first - started) * 1e3,

@@ -11,11 +11,13 @@ from kvloom.engine import Engine, Limits
 from kvloom.errors import SettingsError
 from kvloom.fetch import default_model
 from kvloom.kv.blocks import BlockPool
+from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
-from kvloom.plan import pool_blocks
+from kvloom.measure import measure_costs
+from kvloom.plan import memory_bytes, pool_blocks
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
@@ -51,23 +53,31 @@ def assemble(settings: Settings) -> Assembly:
     codec = PlainCodec(kv_dtype)
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     most = settings.max_running * -(-context // settings.block_size)
-    blocks = settings.kv_blocks or pool_blocks(settings.kv_memory, codec.block_bytes(geometry), most)
-    pool = BlockPool(blocks, settings.block_size)
+    block_bytes = codec.block_bytes(geometry)
+    blocks = settings.kv_blocks or pool_blocks(settings.kv_memory, block_bytes, most)
+    host_blocks = memory_bytes(settings.swap_memory, 0) // block_bytes
+    retain_limit = min(blocks, memory_bytes(settings.retain_memory, 0) // block_bytes)
 
     decoder = Decoder(spec, files.load(dtype), dtype)
-    storage = Storage(codec, geometry, blocks, torch.device("cpu"))
-    runner = Runner(decoder, storage, settings.block_size)
-    scheduler = Scheduler(pool, settings.max_running, settings.max_batch_tokens)
+    device = torch.device("cpu")
+    storage = Storage(codec, geometry, blocks, device)
+    host_storage = Storage(codec, geometry, host_blocks, device)
+    runner = Runner(decoder, storage, host_storage, settings.block_size)
+    cache = BlockCache(blocks, settings.block_size, settings.prefix_cache, retain_limit, settings.test_block_hash)
+    host = BlockPool(host_blocks)
+    costs = measure_costs(decoder, storage, host_storage, settings.block_size)
+    scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
     kv_name = next(name for name, dtype in _DTYPES.items() if dtype == kv_dtype)
     limits = Limits(
         context_length=context,
         vocab_size=spec.vocab_size,
         max_queue=settings.max_queue,
         kv_dtype=kv_name,
+        queue_timeout_s=settings.queue_timeout_ms / 1e3,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
-    return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer, limits)
+    return Assembly(Engine(runner, scheduler, cache, host, tokenizer, limits), tokenizer, limits)
 
 
 def _weights_dtype(weights: str) -> torch.dtype:

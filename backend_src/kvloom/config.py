@@ -28,8 +28,13 @@ class Settings(BaseModel):
         max_batch_tokens: a step's token budget.
         max_running: most sequences in one step; never more than max_batch_tokens, of which each takes one.
         max_queue: most requests waiting for admission; more are refused at once.
+        queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
+        prefix_cache: let requests that begin with the same tokens share their blocks.
+        retain_memory: most of the pool that `kv.retain_s` may hold back: bytes with a unit; 0 is off.
+        swap_memory: host memory for the blocks of preempted sequences: bytes with a unit; 0 is off.
         threads: CPU threads of a step; 0 takes every core.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
+        test_block_hash: tests only: a weak hash for the prefix cache.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,8 +50,13 @@ class Settings(BaseModel):
     max_batch_tokens: Positive = 512
     max_running: Positive = 64
     max_queue: Positive = 1024
+    queue_timeout_ms: NonNegative = 0
+    prefix_cache: bool = True
+    retain_memory: str = "0"
+    swap_memory: str = "512MiB"
     threads: NonNegative = 0
     test_fail_after_tokens: NonNegative = 0
+    test_block_hash: Literal["", "constant", "mod7"] = ""
 
     @field_validator("block_size")
     @classmethod
@@ -60,6 +70,13 @@ class Settings(BaseModel):
     def _size(cls, value: str) -> str:
         if not re.fullmatch(r"auto|\d+(\.\d+)?\s*([KMGT]i?B|B|%)", value):
             raise ValueError('must be "auto", a size like "512MiB" or a share of the free memory like "60%"')
+        return value
+
+    @field_validator("retain_memory", "swap_memory")
+    @classmethod
+    def _bytes(cls, value: str) -> str:
+        if not re.fullmatch(r"0|\d+(\.\d+)?\s*([KMGT]i?B|B)", value):
+            raise ValueError('must be a size like "512MiB", or 0')
         return value
 
     @classmethod

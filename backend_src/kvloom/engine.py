@@ -10,9 +10,12 @@ from kvloom.answer import Answer
 from kvloom.bans import banned_tokens
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.kv.blocks import BlockPool
+from kvloom.kv.cache import BlockCache
+from kvloom.observations import Observations
 from kvloom.request import Delta, FinishReason, Request, Sampled, Sequence, Sink
 from kvloom.runner import Runner
-from kvloom.scheduler import Scheduler
+from kvloom.scheduler import Plan, Scheduler
+from kvloom.timers import Timers
 from kvloom.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ class Limits:
         vocab_size: ids that the model has an embedding for.
         max_queue: most requests waiting.
         kv_dtype: name of the cache's dtype, for usage.
+        queue_timeout_s: longest wait for the first step; 0: for ever.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
     """
 
@@ -34,6 +38,7 @@ class Limits:
     vocab_size: int
     max_queue: int
     kv_dtype: str
+    queue_timeout_s: float = 0.0
     fail_after_tokens: int = 0
 
 
@@ -45,7 +50,13 @@ class Stats:
     waiting: int = 0
     blocks_free: int = 0
     blocks_used: int = 0
-    preemptions: int = 0
+    blocks_cached: int = 0
+    host_free: int = 0
+    host_used: int = 0
+    swaps: int = 0
+    recomputes: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -55,18 +66,31 @@ class Engine:
     """Submit, step, commit.
 
     Every request that ``submit`` took ends in exactly one final delta, and ends in one place, ``_end``.
+
+    Attributes:
+        observations: measured values, for histograms.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, pool: BlockPool, tokenizer: Tokenizer, limits: Limits):
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        cache: BlockCache,
+        host: BlockPool,
+        tokenizer: Tokenizer,
+        limits: Limits,
+    ):
+        self.observations = Observations()
         self._runner = runner
         self._scheduler = scheduler
-        self._pool = pool
+        self._cache = cache
+        self._host = host
         self._tokenizer = tokenizer
         self._limits = limits
         # the last token of a sequence needs no room: its KV is never computed
-        self._longest = min(limits.context_length, pool.total * pool.block_size + 1)
+        self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, Answer] = {}
-        self._with_deadline: set[Sequence] = set()
+        self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
@@ -81,7 +105,7 @@ class Engine:
             raise InvalidArgument("prompt", "is empty; send at least one token")
         if count > context - 1:
             raise InvalidArgument("prompt", f"has {count} tokens; context_length {context} takes at most {context - 1}")
-        capacity = self._pool.total * self._pool.block_size
+        capacity = self._cache.total * self._cache.block_size
         if count > capacity:
             raise InvalidArgument("prompt", f"has {count} tokens; the whole KV cache holds {capacity}")
         largest = max(request.prompt_ids)
@@ -89,19 +113,24 @@ class Engine:
             raise InvalidArgument(
                 "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
             )
+        if request.retain_s:
+            self._check_retained(count)
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
-        if len(self._scheduler.waiting) >= self._limits.max_queue:
+        refusal = self._refusal(sequence.request)
+        if refusal is not None:
             self._finished["error"] += 1
-            sink(Delta("", (), error=Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")))
+            sink(Delta("", (), error=refusal))
             return
-        answer = Answer(sequence.request, self._tokenizer, self._longest, sink)
+        answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         self._answers[sequence] = answer
         if sequence.request.deadline is not None:
-            self._with_deadline.add(sequence)
+            self._timers.add(sequence.request.deadline, "deadline", sequence)
+        if self._limits.queue_timeout_s:
+            self._timers.add(sequence.request.arrival + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -121,46 +150,93 @@ class Engine:
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
-        self._end_overdue()
-        slices = self._scheduler.plan()
-        if not slices:
+        began = time.monotonic()
+        self._end_overdue(began)
+        plan = self._scheduler.plan()
+        self._runner.move(plan)
+        if not plan.slices:
             return
-        for piece in slices:
-            self._answers[piece.sequence].start()
+        for piece in plan.slices:
+            self._answers[piece.sequence].start(began)
         try:
-            outcomes = iter(self._runner.run(slices))
+            outcomes = iter(self._runner.run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
-            log.exception("a step of %d sequences failed", len(slices))
-            for piece in slices:
+            log.exception("a step of %d sequences failed", len(plan.slices))
+            self._scheduler.abandon(plan)
+            for piece in plan.slices:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
             return
-        for piece in slices:
+        now = time.monotonic()
+        for piece in plan.slices:
             piece.sequence.computed = piece.start + piece.count
             if piece.samples:
-                self._commit(piece.sequence, next(outcomes))
+                self._commit(piece.sequence, next(outcomes), now)
+        self._observe(plan, now - began)
+
+    def flush(self) -> int:
+        """Drop the prefix cache; returns how many blocks could be found until now."""
+        return self._cache.flush()
+
+    def check_invariants(self) -> None:
+        """Assert that every block is accounted for; O(blocks)."""
+        self._scheduler.check()
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
 
     def stats(self) -> Stats:
         """A snapshot for metrics."""
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            blocks_free=self._pool.free,
-            blocks_used=self._pool.used,
-            preemptions=self._scheduler.preemptions,
+            blocks_free=self._cache.free,
+            blocks_used=self._cache.used,
+            blocks_cached=self._cache.cached,
+            host_free=self._host.free,
+            host_used=self._host.used,
+            swaps=self._scheduler.swaps,
+            recomputes=self._scheduler.recomputes,
+            prefix_queried=self._scheduler.prefix_queried,
+            prefix_hit=self._scheduler.prefix_hit,
             prompt_tokens=self._tokens["prompt"],
             generated_tokens=self._tokens["generated"],
             finished=dict(self._finished),
         )
 
-    def _end_overdue(self) -> None:
-        """End the answers whose deadline has passed, running or waiting."""
-        now = time.monotonic()
-        for sequence in [
-            s for s in self._with_deadline if s.request.deadline is not None and s.request.deadline <= now
-        ]:
-            self._end(sequence, reason=FinishReason.DEADLINE)
+    def _check_retained(self, tokens: int) -> None:
+        blocks, limit = tokens // self._cache.block_size, self._cache.retain_limit
+        if blocks > limit:
+            raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
-    def _commit(self, sequence: Sequence, outcome: Sampled | Exception) -> None:
+    def _refusal(self, request: Request) -> Unavailable | None:
+        """Why a request can't be taken just now."""
+        if len(self._scheduler.waiting) >= self._limits.max_queue:
+            return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
+        if request.retain_s:
+            pinned, blocks = self._cache.pinned(), len(request.prompt_ids) // self._cache.block_size
+            if pinned + blocks > self._cache.retain_limit:
+                return Unavailable(
+                    f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, the prompt fills "
+                    f"{blocks}; unpin all with the control op flush"
+                )
+        return None
+
+    def _end_overdue(self, now: float) -> None:
+        """End the answers whose deadline has passed, running or waiting, and those that waited too long to begin."""
+        for kind, sequence in self._timers.due(now):
+            if sequence not in self._answers:
+                continue
+            if kind == "deadline":
+                self._end(sequence, reason=FinishReason.DEADLINE)
+            elif sequence in self._scheduler.waiting and not sequence.preemptions:
+                limit = self._limits.queue_timeout_s
+                self._end(sequence, error=Unavailable(f"queue_timeout_ms: not begun within {limit * 1e3:.0f} ms"))
+
+    def _observe(self, plan: Plan, took: float) -> None:
+        self.observations.add("step_seconds", took)
+        self.observations.add("step_tokens", sum(piece.count for piece in plan.slices))
+        self.observations.add("step_sequences", len(plan.slices))
+
+    def _commit(self, sequence: Sequence, outcome: Sampled | Exception, now: float) -> None:
         """Append what was sampled, and end the answer where it ends."""
         request, answer = sequence.request, self._answers[sequence]
         fail_after = self._limits.fail_after_tokens
@@ -169,7 +245,7 @@ class Engine:
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            text, reason = answer.take(sequence, outcome)
+            text, reason = answer.take(sequence, outcome, now)
         except Exception as error:  # noqa: BLE001 one answer's fault must not end its neighbours
             log.exception("request %s failed", request.id)
             self._end(sequence, error=error if isinstance(error, RequestError) else Internal(str(error)))
@@ -192,8 +268,8 @@ class Engine:
     ) -> None:
         """Free what the sequence holds and send its final delta; text that was held back comes out first."""
         answer = self._answers.pop(sequence)
-        usage = answer.usage(sequence, self._limits.kv_dtype)
-        self._with_deadline.discard(sequence)
+        usage = answer.end(sequence, self._limits.kv_dtype)
+        self._timers.forget(sequence)
         self._scheduler.remove(sequence)
         if error is not None:
             self._finished["error"] += 1

@@ -23,8 +23,12 @@ class Loop:
     more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
     step take twice as long.
 
+    Whenever the engine has nothing to do any more, its invariants are checked: a leaked block is an error in the log
+    at once, not a full cache days later.
+
     Attributes:
         stats: a snapshot that any thread may read.
+        observations: measured values, for one thread to drain.
     """
 
     def __init__(self, build: Callable[[], Engine]):
@@ -40,6 +44,7 @@ class Loop:
         self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
         self._thread.start()
         self._engine = built.result()
+        self.observations = self._engine.observations
 
     def submit(self, request: Request, sink: Sink) -> Sequence:
         """Queue a request.
@@ -62,6 +67,10 @@ class Loop:
     def cancel(self, sequence: Sequence) -> None:
         """End an answer as ``cancelled``; nothing happens when it has ended already."""
         self._inbox.put(lambda: self._engine.cancel(sequence))
+
+    def flush(self, done: Callable[[int], None]) -> None:
+        """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""
+        self._inbox.put(lambda: done(self._engine.flush()))
 
     def post(self, message: Message) -> None:
         """Let the loop's thread run ``message`` between two steps."""
@@ -88,10 +97,15 @@ class Loop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
+        checked = True
         while not self._stopping:
             try:
+                if not engine.busy and not checked and self._inbox.empty():
+                    checked = True
+                    engine.check_invariants()
                 self._handle(wait=not engine.busy)
                 if engine.busy:
+                    checked = False
                     engine.step()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")

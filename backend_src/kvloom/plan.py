@@ -23,6 +23,8 @@ def memory_bytes(text: str, free: int) -> int:
         text: "512MiB", "1.5GB", "60%" (of ``free``) or "auto".
         free: free memory of the device in bytes.
     """
+    if text == "0":
+        return 0
     if text == "auto":
         return int(free * AUTO_SHARE)
     match = re.fullmatch(r"([\d.]+)\s*(\S+)", text)

@@ -75,6 +75,7 @@ class Request:
         deadline: ``time.monotonic()`` at which the answer so far is the answer; None: no deadline.
         priority: higher runs first.
         cache_salt: only requests of the same salt share prefixes.
+        retain_s: seconds for which the prompt's blocks are kept after the answer; negative: for ever.
     """
 
     id: str
@@ -85,6 +86,7 @@ class Request:
     deadline: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    retain_s: float = 0.0
 
 
 class FinishReason(StrEnum):
@@ -189,7 +191,12 @@ class Sequence:
         computed: how many leading tokens have their KV in ``blocks``.
         seed: the request's, or a random one: every draw is a function of seed and position.
         blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
-        preemptions: how often it gave its blocks away and was computed anew.
+        listed: how many leading blocks others can find.
+        cached: how many of the prompt's tokens were found in the cache.
+        host_blocks: where its blocks' content is kept while it has none.
+        swapped: how many leading tokens have their KV in ``host_blocks``.
+        preemptions: how often it gave its blocks away.
+        rank: its place among others: the lower, the earlier its turn.
         end_ids: tokens that end the answer, and so may not come before min_tokens.
         banned: what ``bad_words`` forbids.
     """
@@ -199,7 +206,12 @@ class Sequence:
     seed: int = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    listed: int = 0
+    cached: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+    swapped: int = 0
     preemptions: int = 0
+    rank: tuple[float, int] = (0.0, 0)
     end_ids: frozenset[int] = frozenset()
     banned: Banned = field(default_factory=dict)
 
@@ -207,6 +219,11 @@ class Sequence:
         self.tokens = list(self.request.prompt_ids)
         asked = self.request.params.seed
         self.seed = secrets.randbits(64) if asked is None else asked
+
+    @property
+    def namespace(self) -> str:
+        """Only sequences of one namespace share blocks: their content is a function of their tokens."""
+        return self.request.cache_salt
 
     @property
     def generated(self) -> int:

@@ -3,19 +3,27 @@
 import numpy as np
 import torch
 
+from kvloom.kv import transfer
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.request import Sampled, Slice
 from kvloom.sampler import choose
+from kvloom.scheduler import Plan
 
 
 class Runner:
-    """Joins the model, the cache's memory and the sampler."""
+    """Joins the model, the cache's memory on device and host, and the sampler."""
 
-    def __init__(self, decoder: Decoder, storage: Storage, block_size: int):
+    def __init__(self, decoder: Decoder, storage: Storage, host: Storage, block_size: int):
         self._decoder = decoder
         self._storage = storage
+        self._host = host
         self._block_size = block_size
+
+    def move(self, plan: Plan) -> None:
+        """Copy what a step swaps out, then what it swaps in."""
+        transfer.copy(self._storage, self._host, plan.swap_out)
+        transfer.copy(self._host, self._storage, plan.swap_in)
 
     @torch.inference_mode()
     def run(self, slices: list[Slice]) -> list[Sampled | Exception]:

@@ -1,83 +1,218 @@
 """Which tokens of which sequence run in this step. No tensors, no phases.
 
-A sequence knows more tokens than it has computed; a step computes some of the difference. Prefill in chunks, resumed
-and recomputed sequences and decoding are all that one rule.
+A sequence knows more tokens than it has computed; a step computes some of the difference. Prefill in chunks, prefixes
+that were found, resumed and recomputed sequences and decoding are all that one rule.
 """
 
-from collections import deque
+import bisect
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from kvloom.kv.blocks import BlockPool
+from kvloom.kv.blocks import BlockPool, blocks_for
+from kvloom.kv.cache import BlockCache
 from kvloom.request import Sequence, Slice
+from kvloom.waiting import Waiting
+
+AGEING_S = 5.0
+"""Seconds of waiting that count as much as one level of priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What giving blocks away costs, measured when the engine starts.
+
+    Attributes:
+        copy_block_s: seconds to copy a block to the host or back.
+        compute_token_s: seconds to compute a token's keys and values again, in prefill.
+    """
+
+    copy_block_s: float
+    compute_token_s: float
+
+    def swap_pays(self, blocks: int, tokens: int) -> bool:
+        """Whether copying out and in is faster than computing again."""
+        return 2 * blocks * self.copy_block_s < tokens * self.compute_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        slices: what to compute.
+        swap_out: (device block, host block) to copy first, before anything is written.
+        swap_in: (host block, device block) to copy after that.
+    """
+
+    slices: list[Slice] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
     """Owns who waits, who runs and who has which blocks.
 
+    Sequences are ranked by arrival, AGEING_S earlier for each level of priority: so a waiting one gains a level in that
+    time, and ranks never change. The first rank is let in first, the last one gives its blocks away first.
+
     Args:
-        pool: where blocks come from.
+        cache: where blocks come from.
+        host: where the content of blocks is kept for those who gave them away; an empty pool: nowhere.
+        costs: what giving blocks away costs.
         max_running: most sequences in a step.
         max_batch_tokens: most tokens in a step; bounds the running sequences too.
+
+    Attributes:
+        swaps: preemptions whose blocks were copied to the host.
+        recomputes: preemptions whose blocks were dropped.
+        prefix_queried: prompt tokens that were looked for in the cache.
+        prefix_hit: those that were found.
     """
 
-    def __init__(self, pool: BlockPool, max_running: int, max_batch_tokens: int):
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, cache: BlockCache, host: BlockPool, costs: Costs, max_running: int, max_batch_tokens: int):
+        self.waiting = Waiting()
         self.running: list[Sequence] = []
-        self.preemptions = 0
-        self._pool = pool
+        self.swaps = 0
+        self.recomputes = 0
+        self.prefix_queried = 0
+        self.prefix_hit = 0
+        self._cache = cache
+        self._host = host
+        self._costs = costs
         # every running sequence decodes in every step, so that none is starved
         self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
+        self._arrivals = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn."""
-        self.waiting.append(sequence)
+        """Let a new sequence wait for its turn."""
+        request = sequence.request
+        sequence.rank = (request.arrival - AGEING_S * request.priority, next(self._arrivals))
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting, and free its blocks: the one place where a sequence leaves."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._pool.release(sequence.blocks)
+        else:
+            self.running.remove(sequence)
+        request = sequence.request
+        if request.retain_s:
+            listed = min(sequence.listed, len(request.prompt_ids) // self._cache.block_size)
+            until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
+            self._cache.retain(sequence.blocks[:listed], until)
+        self._cache.release(sequence.blocks)
+        self._host.give(sequence.host_blocks)
 
-    def plan(self) -> list[Slice]:
+    def plan(self) -> Plan:
         """Choose the next step: running sequences first, then admissions, within the token budget."""
-        self._make_room()
-        slices: list[Slice] = []
+        self._cache.begin(time.monotonic())
+        plan = Plan()
+        self._make_room(plan)
         budget = self._max_batch_tokens
         # decodes before prefill chunks, so that a long prompt never holds up running streams
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
-            count = min(sequence.pending, budget)
-            if count:
-                slices.append(Slice(sequence, sequence.computed, count))
-                budget -= count
-        while budget and self.waiting and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
-            # all its known tokens at once: what is let in must not be what is thrown out in the next step
-            if not self._pool.extend(sequence.blocks, len(sequence.tokens)):
-                break
-            self.running.append(self.waiting.popleft())
-            count = min(sequence.pending, budget)
-            slices.append(Slice(sequence, sequence.computed, count))
-            budget -= count
-        return slices
+            self._hit(sequence, self._cache.follow(sequence))
+            budget -= self._slice(plan, sequence, budget)
+        while budget and len(self.running) < self._max_running and (sequence := self._admit(plan)) is not None:
+            self._hit(sequence, self._cache.follow(sequence))
+            budget -= self._slice(plan, sequence, budget)
+        return plan
 
-    def _make_room(self) -> None:
-        """Give every running sequence blocks for its known tokens, preempting the latest ones where needed."""
+    def abandon(self, plan: Plan) -> None:
+        """Undo what the last plan promised, because its step failed; the sequences of its slices are to be removed."""
+        lost = self._cache.drop_fresh()
+        failed = {piece.sequence for piece in plan.slices}
+        for sequence in [running for running in self.running if running not in failed]:
+            if not lost.isdisjoint(sequence.blocks):
+                # it relied on a neighbour that was to compute its prefix
+                self._drop(sequence)
+
+    def check(self) -> None:
+        """Assert the invariants of both pools; O(blocks)."""
+        self._cache.check(sequence.blocks for sequence in self.running)
+        self._host.check([sequence.host_blocks for sequence in self.waiting])
+        assert all(not sequence.blocks for sequence in self.waiting), "a waiting sequence has blocks"
+        assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"
+
+    def _slice(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+        """Plan as many of a sequence's tokens as ``budget`` allows; returns how many."""
+        count = min(sequence.pending, budget)
+        if count:
+            plan.slices.append(Slice(sequence, sequence.computed, count))
+            self._cache.list_computed(sequence, sequence.computed + count)
+        return count
+
+    def _make_room(self, plan: Plan) -> None:
+        """Give every running sequence blocks for its known tokens, preempting the last ranks where needed."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            if self._pool.extend(sequence.blocks, len(sequence.tokens)):
+            if self._cache.extend(sequence.blocks, len(sequence.tokens)):
                 index += 1
+            elif len(self.running) > 1:
+                self._preempt(plan, self.running[-1])
             else:
-                assert len(self.running) > 1, "a sequence ends before it outgrows the whole pool"
-                self._preempt(self.running[-1])
+                had_retained = self._cache.stop_retaining()
+                assert had_retained, "a sequence ends before it outgrows the whole pool"
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Drop a sequence's cache; it waits at the front and is recomputed from the tokens it knows."""
+    def _preempt(self, plan: Plan, sequence: Sequence) -> None:
+        """Take a sequence's blocks; it waits, and goes on from a copy on the host or from the tokens it knows."""
+        blocks = blocks_for(sequence.computed, self._cache.block_size)
+        if blocks <= self._host.free and self._costs.swap_pays(blocks, sequence.computed):
+            sequence.host_blocks.extend(self._host.take(blocks))
+            sequence.swapped = sequence.computed
+            plan.swap_out.extend(zip(sequence.blocks, sequence.host_blocks))
+            self.swaps += 1
+            self._wait_again(sequence)
+        else:
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.recomputes += 1
+        self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._pool.release(sequence.blocks)
-        sequence.computed = 0
+        self._cache.release(sequence.blocks)
+        sequence.computed = sequence.listed = 0
         sequence.preemptions += 1
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
+        self.waiting.add(sequence)
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Let the first in rank run, if there are blocks for all its known tokens; nobody overtakes it."""
+        sequence = self.waiting.first()
+        if sequence is None:
+            return None
+        found = self._cache.match(sequence.namespace, sequence.tokens)
+        # a block in reserve for each running sequence: what is let in must not be what is thrown out soon
+        while not self._cache.open(sequence.blocks, found, len(sequence.tokens), spare=len(self.running)):
+            if self.running or not self._cache.stop_retaining():
+                return None
+        bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
+        sequence.listed = len(found)
+        sequence.computed = len(found) * self._cache.block_size
+        if not sequence.preemptions:
+            self.prefix_queried += len(sequence.tokens)
+        self._hit(sequence, sequence.computed)
+        if sequence.swapped > sequence.computed:
+            plan.swap_in.extend(_after(len(found), sequence))
+            sequence.computed = sequence.swapped
+            self._cache.list_computed(sequence, sequence.computed)
+        self._host.give(sequence.host_blocks)
+        sequence.swapped = 0
+        return sequence
+
+    def _hit(self, sequence: Sequence, tokens: int) -> None:
+        """Count prompt tokens that were found; a sequence that finds its own again after preemption hits nothing."""
+        if not sequence.preemptions:
+            tokens = min(tokens, len(sequence.request.prompt_ids) - sequence.cached)
+            sequence.cached += tokens
+            self.prefix_hit += tokens
+
+
+def _after(found: int, sequence: Sequence) -> Iterator[tuple[int, int]]:
+    """(host block, device block) of what a swapped sequence did not find in the cache."""
+    return zip(sequence.host_blocks[found:], sequence.blocks[found : len(sequence.host_blocks)], strict=True)

@@ -1,16 +1,16 @@
-"""Which blocks of the pool are free. Plain Python, no tensors."""
+"""Which blocks of a pool are free, where nothing is shared: the host's pool. Plain Python, no tensors."""
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Number of blocks that ``tokens`` tokens take."""
+    return -(-tokens // block_size)
 
 
 class BlockPool:
-    """Hands out the blocks of a pool of ``total`` blocks of ``block_size`` tokens each.
+    """Hands out the blocks of a pool of ``total`` blocks; each has one owner, from ``take`` to ``give``."""
 
-    A block is owned by one block table from ``extend`` to ``release``; nothing else gives blocks away or takes them
-    back.
-    """
-
-    def __init__(self, total: int, block_size: int):
+    def __init__(self, total: int):
         self.total = total
-        self.block_size = block_size
         # popped from the end: the most recently released block first, whose memory is warm
         self._free = list(range(total - 1, -1, -1))
 
@@ -21,27 +21,20 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Number of blocks in block tables."""
+        """Number of blocks in tables."""
         return self.total - len(self._free)
 
-    def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that ``tokens`` tokens take."""
-        return -(-tokens // self.block_size)
+    def take(self, count: int) -> list[int]:
+        """Hand out ``count`` blocks; the caller knows that so many are free."""
+        assert count <= len(self._free), "more blocks were taken than are free"
+        return [self._free.pop() for _ in range(count)]
 
-    def extend(self, table: list[int], tokens: int) -> bool:
-        """Append blocks to ``table`` until it holds ``tokens`` tokens.
-
-        Returns:
-            False, with nothing changed, when too few blocks are free.
-        """
-        missing = self.blocks_for(tokens) - len(table)
-        if missing > len(self._free):
-            return False
-        table.extend(self._free.pop() for _ in range(missing))
-        return True
-
-    def release(self, table: list[int]) -> None:
+    def give(self, table: list[int]) -> None:
         """Take back every block of ``table`` and empty it."""
         self._free.extend(table)
         table.clear()
-        assert len(self._free) <= self.total, "a block was released twice"
+
+    def check(self, tables: list[list[int]]) -> None:
+        """Assert that every block is free or in exactly one of ``tables``."""
+        owned = [block for table in tables for block in table]
+        assert sorted(owned + self._free) == list(range(self.total)), "host blocks: free + swapped is not the total"

@@ -35,5 +35,6 @@ class PlainCodec:
     def layers(self, memory: torch.Tensor, geometry: BlockGeometry) -> list[LayerCache]:
         """View ``memory`` (uint8 [bytes]) as blocks; per layer its keys and values, strided over the blocks."""
         g = geometry
-        blocks = memory.view(self.dtype).view(-1, g.n_layers, 2, g.n_kv_heads, g.block_size, g.head_dim)
+        count = memory.numel() // self.block_bytes(g)
+        blocks = memory.view(self.dtype).view(count, g.n_layers, 2, g.n_kv_heads, g.block_size, g.head_dim)
         return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(g.n_layers)]

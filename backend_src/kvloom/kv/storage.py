@@ -14,6 +14,10 @@ class Storage:
 
     A block id counts in units of its codec's block size from the start of the memory, so that every kernel needs one
     base pointer per layer whichever slabs a codec owns. With one codec it owns every slab.
+
+    Attributes:
+        blocks: uint8 [blocks, bytes of a block], for moving them.
+        layers: what attention reads and writes, per layer.
     """
 
     def __init__(self, codec: PlainCodec, geometry: BlockGeometry, blocks: int, device: torch.device):
@@ -22,4 +26,5 @@ class Storage:
         # zeroed: a masked row of a fresh block times NaN would be NaN. numpy's zeros cost neither time nor memory
         # before a page is written, torch's are written at once
         self.memory = torch.from_numpy(np.zeros(size, dtype=np.uint8)).to(device)
+        self.blocks = self.memory.view(blocks, codec.block_bytes(geometry))
         self.layers: list[LayerCache] = codec.layers(self.memory, geometry)

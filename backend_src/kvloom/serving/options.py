@@ -28,7 +28,16 @@ class Options(BaseModel):
 
 
 class KvOptions(BaseModel):
-    """The keys of the `kv` JSON."""
+    """The keys of the `kv` JSON.
+
+    Attributes:
+        dtype: of the cache.
+        policy: which blocks are dropped when.
+        window: tokens that the sliding policy keeps.
+        sinks: leading tokens that it keeps too.
+        budget: tokens that the heavy-hitter policy keeps.
+        retain_s: seconds for which the prompt's blocks are kept after the answer; -1: for ever.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -49,26 +58,27 @@ def read_options(inputs: Inputs) -> Options:
     return validate(Options, {name: one(inputs, name) for name in Options.model_fields if name in inputs})
 
 
-def check_kv(inputs: Inputs, kv_dtype: str) -> None:
-    """Refuse what the server's cache can't do.
+def read_kv(inputs: Inputs, kv_dtype: str) -> KvOptions:
+    """Read and check what a request asks of the cache.
 
     Args:
         inputs: of a request.
         kv_dtype: the dtype of the server's cache.
 
     Raises:
-        InvalidArgument: naming the key.
+        InvalidArgument: naming the key that is wrong, or that this server's cache can't do.
     """
-    if "kv" not in inputs:
-        return
-    kv = validate(KvOptions, json_object("kv", one(inputs, "kv")))
+    kv = validate(KvOptions, json_object("kv", one(inputs, "kv")) if "kv" in inputs else {})
+    if 0 > kv.retain_s > -1:
+        raise InvalidArgument("kv.retain_s", f"{kv.retain_s}: seconds, or -1 for ever")
     unsupported: dict[str, Any] = {}
     if kv.dtype not in ("auto", kv_dtype):
         unsupported["dtype"] = kv.dtype
     if kv.policy not in ("auto", "full"):
         unsupported["policy"] = kv.policy
-    unsupported |= {key: value for key in ("window", "sinks", "budget", "retain_s") if (value := getattr(kv, key))}
+    unsupported |= {key: value for key in ("window", "sinks", "budget") if (value := getattr(kv, key)) is not None}
     for key, value in unsupported.items():
         raise InvalidArgument(
             f"kv.{key}", f"{value!r} is not supported; this server's cache has dtype {kv_dtype} and policy full"
         )
+    return kv

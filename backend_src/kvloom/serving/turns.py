@@ -47,9 +47,12 @@ class Turns:
         def reply(**result: object) -> None:
             sink(Delta(answer(control, **result), (), FinishReason.STOP))
 
-        if control.op in ("ping", "flush"):
-            # answered by the loop between steps; there is no prefix cache to flush yet
+        # both are answered by the loop between steps
+        if control.op == "ping":
             self._loop.post(reply)
+            return
+        if control.op == "flush":
+            self._loop.flush(lambda blocks: reply(blocks=blocks))
             return
         conversation = own if control.conversation is None else control.conversation
         sequence = self._find(conversation)

@@ -15,7 +15,7 @@ from kvloom.engine import Limits
 from kvloom.errors import InvalidArgument
 from kvloom.request import Delta, Request
 from kvloom.serving.fields import Inputs, flag, many, one, returned
-from kvloom.serving.options import check_kv, read_options
+from kvloom.serving.options import read_kv, read_options
 from kvloom.serving.sampling import sampling_params
 from kvloom.serving.sender import string
 from kvloom.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits
     arrival = time.monotonic()
     params = sampling_params(inputs, json.loads(request.parameters() or "{}"), limits.vocab_size)
     options = read_options(inputs)
-    check_kv(inputs, limits.kv_dtype)
+    kv = read_kv(inputs, limits.kv_dtype)
     outputs = returned(inputs)
     stream = flag(inputs, "stream", True)
     echoes = kind == "text_input" and not stream and not flag(inputs, "exclude_input_in_output", False)
@@ -73,6 +73,7 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits
             deadline=None if options.deadline_ms is None else arrival + options.deadline_ms / 1e3,
             priority=options.priority,
             cache_salt=options.cache_salt,
+            retain_s=kv.retain_s,
         ),
         interval_s=options.stream_interval_ms / 1e3 if stream else float("inf"),
         echo=one(inputs, "text_input") if echoes else "",

@@ -1,0 +1,320 @@
+"""The device's blocks: who uses them, and which of them hold a prefix that others may use. Plain Python, no tensors.
+
+A block is in one of three states:
+
+- used: in one or more block tables;
+- cached: in none, but its content can still be found; the least recently used one is reclaimed first;
+- free: its content means nothing.
+
+A full block whose tokens have their keys and values computed is *listed*: found by (listing of the block before it, its
+token ids), so by everything that comes before it, and compared token by token: the hash of a dict decides nothing. The
+chain starts at a sequence's namespace. This is the prefix cache of vLLM (Kwon et al., 2023) with blocks as its unit.
+
+A table never holds a listed block after one that is not listed, and tables are released from their tail. So a block is
+never reclaimed before those that continue it, and whatever is listed can be reached.
+"""
+
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvloom.kv.blocks import blocks_for
+from kvloom.request import Sequence
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int | str, tuple[int, ...]]
+"""What a listed block is found by: the listing it continues (or the namespace it starts), and its tokens."""
+
+
+class _ConstantKey(tuple[int | str, tuple[int, ...]]):
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Mod7Key(tuple[int | str, tuple[int, ...]]):
+    def __hash__(self) -> int:
+        return tuple.__hash__(self) % 7
+
+
+KEY_TYPES: dict[str, type[Key]] = {"": tuple, "constant": _ConstantKey, "mod7": _Mod7Key}
+"""Keys by how they are hashed; the weak ones are for tests, which show that a collision harms nobody."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block.
+
+    Attributes:
+        tables: how many block tables it is in.
+        key: what it is listed by; None: it is not listed.
+        listing: number of its listing, never used again for another one.
+        depth: blocks before it in its chain.
+    """
+
+    tables: int = 0
+    key: Key | None = None
+    listing: int = 0
+    depth: int = 0
+
+
+class BlockCache:
+    """Hands out, shares and reclaims the blocks of the device's pool.
+
+    Args:
+        total: blocks in the pool.
+        block_size: tokens per block.
+        share: list full blocks, so that later sequences find them; False: every block is private.
+        retain_limit: most blocks that can be retained.
+        block_hash: one of ``KEY_TYPES``.
+    """
+
+    def __init__(
+        self, total: int, block_size: int, share: bool = True, retain_limit: int = 0, block_hash: str = ""
+    ):
+        self.total = total
+        self.block_size = block_size
+        self.retain_limit = retain_limit
+        self._share = share
+        self._key_type = KEY_TYPES[block_hash]
+        self._blocks = [_Block() for _ in range(total)]
+        # popped from the end: the most recently freed block first, whose memory is warm
+        self._free = list(range(total - 1, -1, -1))
+        self._listed: dict[Key, int] = {}
+        self._listings = 0
+        # what was listed since the step began: its content is not computed yet
+        self._fresh: list[int] = []
+        # cached blocks that may be reclaimed, the next one first
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        # until when (time.monotonic()) a listed block is not reclaimed; a block's is never later than its parent's
+        self._retained: dict[int, float] = {}
+        self._next_expiry = math.inf
+        # cached blocks that may not be reclaimed
+        self._kept: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Number of blocks whose content means nothing."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Number of blocks that are in no table, but whose content can be found."""
+        return len(self._idle) + len(self._kept)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks in block tables."""
+        return self.total - self.free - self.cached
+
+    @property
+    def retained(self) -> int:
+        """Number of retained blocks, used or cached."""
+        return len(self._retained)
+
+    def begin(self, now: float) -> None:
+        """Begin a step: what was listed so far is computed, and what was retained until ``now`` may be reclaimed."""
+        self._fresh.clear()
+        if now >= self._next_expiry:
+            self._stop_retaining([block for block, until in self._retained.items() if until <= now])
+
+    def match(self, namespace: str, tokens: list[int]) -> list[int]:
+        """The listed blocks that ``tokens`` begins with, the last token left out: it is always computed."""
+        found: list[int] = []
+        parent: int | str = namespace
+        for index in range((len(tokens) - 1) // self.block_size):
+            block = self._listed.get(self._key(parent, tokens, index))
+            if block is None:
+                break
+            found.append(block)
+            parent = self._blocks[block].listing
+        return found
+
+    def open(self, table: list[int], found: list[int], tokens: int, spare: int = 0) -> bool:
+        """Fill an empty ``table`` with blocks for ``tokens`` tokens, the first of them those that ``match`` found.
+
+        Returns:
+            False, with nothing changed, unless ``spare`` blocks could still be handed out afterwards.
+        """
+        missing = blocks_for(tokens, self.block_size) - len(found)
+        if missing + spare > self._available - sum(block in self._idle for block in found):
+            return False
+        for block in found:
+            self._use(block)
+        table.extend(found)
+        table.extend(self._take() for _ in range(missing))
+        return True
+
+    def extend(self, table: list[int], tokens: int) -> bool:
+        """Append blocks to ``table`` until it holds ``tokens`` tokens.
+
+        Returns:
+            False, with nothing changed, when too few blocks can be handed out.
+        """
+        missing = blocks_for(tokens, self.block_size) - len(table)
+        if missing > self._available:
+            return False
+        table.extend(self._take() for _ in range(missing))
+        return True
+
+    def follow(self, sequence: Sequence) -> int:
+        """Put listed blocks into a sequence's table in place of its own: what others computed is not computed again.
+
+        Returns:
+            The number of tokens that need no computing any more.
+        """
+        before = sequence.computed
+        while (index := sequence.listed) < (len(sequence.tokens) - 1) // self.block_size:
+            key = self._key_of(sequence, index)
+            block = None if key is None else self._listed.get(key)
+            if block is None:
+                break
+            own = [sequence.blocks[index]]
+            self._use(block)
+            sequence.blocks[index] = block
+            self.release(own)
+            sequence.listed += 1
+            sequence.computed = max(sequence.computed, sequence.listed * self.block_size)
+        return sequence.computed - before
+
+    def list_computed(self, sequence: Sequence, end: int) -> None:
+        """List a sequence's full blocks before token ``end``, whose keys and values this step computes."""
+        if not self._share:
+            return
+        while (index := sequence.listed) < end // self.block_size:
+            key = self._key_of(sequence, index)
+            if key is None or key in self._listed:
+                # the same tokens, computed elsewhere: `follow` takes them over once a token after them is known
+                return
+            number = sequence.blocks[index]
+            block = self._blocks[number]
+            self._listings += 1
+            block.key, block.listing, block.depth = key, self._listings, index
+            self._listed[key] = number
+            self._fresh.append(number)
+            sequence.listed += 1
+
+    def drop_fresh(self) -> frozenset[int]:
+        """Unlist what this step was to compute, because it failed; returns those blocks."""
+        fresh = frozenset(self._fresh)
+        for block in fresh:
+            self._unlist(block)
+        self._fresh.clear()
+        return fresh
+
+    def release(self, table: list[int]) -> None:
+        """Take every block of ``table`` out of it: the one place where a block stops being used."""
+        for number in reversed(table):
+            block = self._blocks[number]
+            block.tables -= 1
+            if block.tables:
+                continue
+            if block.key is None:
+                self._free.append(number)
+            elif number in self._retained:
+                self._kept.add(number)
+            else:
+                self._idle[number] = None
+        table.clear()
+
+    def retain(self, blocks: list[int], until: float) -> None:
+        """Do not reclaim these leading blocks of a table before ``until`` (``time.monotonic()``; infinite: pinned).
+
+        Where that is more than ``retain_limit`` allows, those whose time ends first make room.
+        """
+        for block in blocks:
+            if self._blocks[block].key is not None:
+                self._retained[block] = max(until, self._retained.get(block, until))
+        surplus = len(self._retained) - self.retain_limit
+        if surplus > 0:
+            log.warning("retain_memory is full: %d blocks are not retained any longer", surplus)
+            self._stop_retaining(self._by_expiry(self._retained)[:surplus])
+        self._next_expiry = min(self._retained.values(), default=math.inf)
+
+    def pinned(self) -> int:
+        """Number of blocks that are retained for ever."""
+        return sum(until == math.inf for until in self._retained.values())
+
+    def stop_retaining(self) -> bool:
+        """Let all retained blocks be reclaimed; whether there were any."""
+        any_retained = bool(self._retained)
+        self._stop_retaining(list(self._retained))
+        return any_retained
+
+    def flush(self) -> int:
+        """Forget every listing, also of blocks in use; returns how many there were."""
+        self.stop_retaining()
+        count = len(self._listed)
+        self._free.extend(self._idle)
+        self._idle.clear()
+        for block in list(self._listed.values()):
+            self._unlist(block)
+        return count
+
+    def check(self, tables: Iterable[list[int]]) -> None:
+        """Assert that every block is in one state, and that ``tables`` and the listings agree with it."""
+        uses = Counter(block for table in tables for block in table)
+        idle, kept, free = set(self._idle), self._kept, set(self._free)
+        assert self.free + self.cached + self.used == self.total, "free + cached + used is not the total"
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & idle or free & kept or idle & kept), "a block is in two states"
+        assert kept <= self._retained.keys(), "a block is kept without being retained"
+        listings = {block.listing for block in self._blocks if block.key is not None}
+        for number, block in enumerate(self._blocks):
+            assert block.tables == uses[number], f"block {number} counts {block.tables} tables, is in {uses[number]}"
+            assert (number in free) == (block.tables == 0 and block.key is None), f"block {number}: free or not?"
+            assert (number in idle or number in kept) == (block.tables == 0 and block.key is not None)
+            if block.key is not None:
+                assert self._listed[block.key] == number, f"block {number} is not what its listing finds"
+                assert isinstance(block.key[0], str) or block.key[0] in listings, f"block {number} can't be reached"
+        assert len(self._listed) == len(listings), "two listings of one block"
+
+    @property
+    def _available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def _key(self, parent: int | str, tokens: list[int], index: int) -> Key:
+        size = self.block_size
+        return self._key_type((parent, tuple(tokens[index * size : (index + 1) * size])))
+
+    def _key_of(self, sequence: Sequence, index: int) -> Key | None:
+        """The key of a sequence's block; None where the block before it is not listed any more."""
+        if index == 0:
+            return self._key(sequence.namespace, sequence.tokens, 0)
+        parent = self._blocks[sequence.blocks[index - 1]]
+        return None if parent.key is None else self._key(parent.listing, sequence.tokens, index)
+
+    def _use(self, number: int) -> None:
+        self._idle.pop(number, None)
+        self._kept.discard(number)
+        self._blocks[number].tables += 1
+
+    def _take(self) -> int:
+        """A block for one table: a free one, else the cached one that was not used for longest."""
+        if not self._free:
+            oldest, _ = self._idle.popitem(last=False)
+            self._unlist(oldest)
+            self._free.append(oldest)
+        number = self._free.pop()
+        self._blocks[number].tables = 1
+        return number
+
+    def _unlist(self, number: int) -> None:
+        block = self._blocks[number]
+        assert block.key is not None
+        del self._listed[block.key]
+        block.key = None
+
+    def _by_expiry(self, blocks: Iterable[int]) -> list[int]:
+        """In the order in which they may be reclaimed: whose time ends first, and a chain from its end."""
+        return sorted(blocks, key=lambda number: (self._retained[number], -self._blocks[number].depth))
+
+    def _stop_retaining(self, blocks: Iterable[int]) -> None:
+        for number in self._by_expiry(blocks):
+            del self._retained[number]
+            if number in self._kept:
+                self._kept.remove(number)
+                self._idle[number] = None
+        self._next_expiry = min(self._retained.values(), default=math.inf)

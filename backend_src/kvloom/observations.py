@@ -1,0 +1,29 @@
+"""Measured values on their way from the engine to histograms."""
+
+from collections import deque
+from typing import Literal
+
+Name = Literal[
+    "ttft_seconds",
+    "inter_token_seconds",
+    "e2e_seconds",
+    "queue_seconds",
+    "step_seconds",
+    "step_tokens",
+    "step_sequences",
+]
+
+
+class Observations:
+    """A queue that the engine fills and one other thread empties; where nobody does, old values fall out."""
+
+    def __init__(self, most: int = 1_000_000):
+        self._values: deque[tuple[Name, float]] = deque(maxlen=most)
+
+    def add(self, name: Name, value: float) -> None:
+        """Note a value."""
+        self._values.append((name, value))
+
+    def drain(self) -> list[tuple[Name, float]]:
+        """Take out what was noted so far, in order."""
+        return [self._values.popleft() for _ in range(len(self._values))]

@@ -1,0 +1,40 @@
+"""Moments at which something is due for a sequence."""
+
+import heapq
+import itertools
+from typing import Literal
+
+from kvloom.request import Sequence
+
+Kind = Literal["deadline", "queue"]
+
+
+class Timers:
+    """Finds what is due without looking at what is not: O(log n) per timer."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Kind, Sequence]] = []
+        self._numbers = itertools.count()
+        self._live: set[Sequence] = set()
+
+    def add(self, when: float, kind: Kind, sequence: Sequence) -> None:
+        """Make ``kind`` due for a sequence at ``when`` (``time.monotonic()``)."""
+        heapq.heappush(self._heap, (when, next(self._numbers), kind, sequence))
+        self._live.add(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop a sequence's timers; they would keep it in memory until they are due."""
+        self._live.discard(sequence)
+        # a sequence has two timers at most
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if entry[3] in self._live]
+            heapq.heapify(self._heap)
+
+    def due(self, now: float) -> list[tuple[Kind, Sequence]]:
+        """Take out what is due."""
+        found: list[tuple[Kind, Sequence]] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, kind, sequence = heapq.heappop(self._heap)
+            if sequence in self._live:
+                found.append((kind, sequence))
+        return found
