@@ -10,6 +10,16 @@ from kvloom.loop import Loop
 PERIOD_S = 0.2
 """Seconds between updates: an increment costs about 20 microseconds, too much for the loop's own thread."""
 
+FAMILIES = {
+    "kvloom_requests_running": ("GAUGE", "Requests in the running batch"),
+    "kvloom_requests_waiting": ("GAUGE", "Requests waiting for admission"),
+    "kvloom_blocks": ("GAUGE", "Blocks of the KV cache by state"),
+    "kvloom_preemptions_total": ("COUNTER", "Preempted sequences by mode"),
+    "kvloom_tokens_total": ("COUNTER", "Tokens by kind"),
+    "kvloom_requests_finished_total": ("COUNTER", "Finished requests by reason"),
+}
+"""Kind and description of each family of metrics."""
+
 
 class Metrics:
     """Copies the loop's snapshots to Triton's metrics from a thread of its own."""
@@ -17,22 +27,18 @@ class Metrics:
     def __init__(self, loop: Loop):
         self._loop = loop
         self._seen = Stats()
-        gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
-        running = _family("kvloom_requests_running", "Requests in the running batch", gauge)
-        waiting = _family("kvloom_requests_waiting", "Requests waiting for admission", gauge)
-        blocks = _family("kvloom_blocks", "Blocks of the KV cache by state", gauge)
-        preemptions = _family("kvloom_preemptions_total", "Preempted sequences by mode", counter)
-        tokens = _family("kvloom_tokens_total", "Tokens by kind", counter)
-        self._finished = _family("kvloom_requests_finished_total", "Finished requests by reason", counter)
-        # a metric dies with its family
-        self._families = (running, waiting, blocks, preemptions, tokens)
-        self._running = running.Metric(labels={})
-        self._waiting = waiting.Metric(labels={})
-        self._free = blocks.Metric(labels={"state": "free"})
-        self._used = blocks.Metric(labels={"state": "used"})
-        self._recomputed = preemptions.Metric(labels={"mode": "recompute"})
-        self._prompt = tokens.Metric(labels={"kind": "prompt"})
-        self._generated = tokens.Metric(labels={"kind": "generated"})
+        # held nowhere else, so that stop() frees them
+        self._families = {
+            name: pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
+            for name, (kind, description) in FAMILIES.items()
+        }
+        self._running = self._metric("kvloom_requests_running")
+        self._waiting = self._metric("kvloom_requests_waiting")
+        self._free = self._metric("kvloom_blocks", state="free")
+        self._used = self._metric("kvloom_blocks", state="used")
+        self._recomputed = self._metric("kvloom_preemptions_total", mode="recompute")
+        self._prompt = self._metric("kvloom_tokens_total", kind="prompt")
+        self._generated = self._metric("kvloom_tokens_total", kind="generated")
         self._by_reason: dict[str, pb_utils.Metric] = {}
         self._update(loop.stats)
         self._stop = threading.Event()
@@ -40,9 +46,11 @@ class Metrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread and take the metrics away; Triton's stub crashes over those that are freed after it."""
         self._stop.set()
         self._thread.join()
+        # a family clears its metrics, whoever still holds them
+        self._families.clear()
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
@@ -61,9 +69,8 @@ class Metrics:
         self._generated.increment(stats.generated_tokens - seen.generated_tokens)
         for reason, count in stats.finished.items():
             if reason not in self._by_reason:
-                self._by_reason[reason] = self._finished.Metric(labels={"reason": reason})
+                self._by_reason[reason] = self._metric("kvloom_requests_finished_total", reason=reason)
             self._by_reason[reason].increment(count - seen.finished.get(reason, 0))
 
-
-def _family(name: str, description: str, kind: object) -> "pb_utils.MetricFamily":
-    return pb_utils.MetricFamily(name=name, description=description, kind=kind)
+    def _metric(self, family: str, **labels: str) -> "pb_utils.Metric":
+        return self._families[family].Metric(labels=labels)
