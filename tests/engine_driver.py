@@ -56,6 +56,7 @@ class Driver:
     def run(self) -> None:
         while self.engine.busy:
             self.engine.step()
+            self.engine.check_invariants()
         self.assert_idle()
 
     def answer(self, prompt_ids: Iterable[int], **params: object) -> Answer:

@@ -59,7 +59,7 @@ def test_answers_are_the_same_however_they_are_computed(model, prompts, expected
     assert [answer.ids for answer in reversed(seeded)] == [ids for _, ids in expected]
     assert all(answer.reason is FinishReason.LENGTH for answer in greedy + seeded)
     if settings.get("kv_blocks", 64) < 20:
-        assert driver.engine.stats().preemptions > 0
+        assert driver.engine.stats().swaps + driver.engine.stats().recomputes > 0
     stats = driver.engine.stats()
     assert stats.prompt_tokens == 2 * sum(map(len, prompts))
     assert stats.generated_tokens == 2 * 40 * len(prompts)

@@ -51,8 +51,8 @@ class Stats:
     blocks_free: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
+    blocks_swapped: int = 0
     host_free: int = 0
-    host_used: int = 0
     swaps: int = 0
     recomputes: int = 0
     prefix_queried: int = 0
@@ -191,8 +191,8 @@ class Engine:
             blocks_free=self._cache.free,
             blocks_used=self._cache.used,
             blocks_cached=self._cache.cached,
+            blocks_swapped=self._host.used,
             host_free=self._host.free,
-            host_used=self._host.used,
             swaps=self._scheduler.swaps,
             recomputes=self._scheduler.recomputes,
             prefix_queried=self._scheduler.prefix_queried,

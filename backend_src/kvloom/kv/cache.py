@@ -71,9 +71,7 @@ class BlockCache:
         block_hash: one of ``KEY_TYPES``.
     """
 
-    def __init__(
-        self, total: int, block_size: int, share: bool = True, retain_limit: int = 0, block_hash: str = ""
-    ):
+    def __init__(self, total: int, block_size: int, share: bool = True, retain_limit: int = 0, block_hash: str = ""):
         self.total = total
         self.block_size = block_size
         self.retain_limit = retain_limit

@@ -10,19 +10,33 @@ from kvloom.loop import Loop
 PERIOD_S = 0.2
 """Seconds between updates: an increment costs about 20 microseconds, too much for the loop's own thread."""
 
+_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
+_COUNTS = [2.0**power for power in range(14)]
+
 FAMILIES = {
     "kvloom_requests_running": ("GAUGE", "Requests in the running batch"),
     "kvloom_requests_waiting": ("GAUGE", "Requests waiting for admission"),
+    "kvloom_conversations": ("GAUGE", "Conversations that keep their cache"),
     "kvloom_blocks": ("GAUGE", "Blocks of the KV cache by state"),
+    "kvloom_prefix_tokens_queried_total": ("COUNTER", "Prompt tokens that were looked for in the prefix cache"),
+    "kvloom_prefix_tokens_hit_total": ("COUNTER", "Prompt tokens that were found in the prefix cache"),
     "kvloom_preemptions_total": ("COUNTER", "Preempted sequences by mode"),
+    "kvloom_evicted_blocks_total": ("COUNTER", "Blocks dropped by the eviction policy"),
     "kvloom_tokens_total": ("COUNTER", "Tokens by kind"),
     "kvloom_requests_finished_total": ("COUNTER", "Finished requests by reason"),
+    "kvloom_ttft_seconds": ("HISTOGRAM", "Time from arrival to the first token"),
+    "kvloom_inter_token_seconds": ("HISTOGRAM", "Time between two tokens of an answer"),
+    "kvloom_e2e_seconds": ("HISTOGRAM", "Time from arrival to the end of the answer"),
+    "kvloom_queue_seconds": ("HISTOGRAM", "Time from arrival to the first step"),
+    "kvloom_step_seconds": ("HISTOGRAM", "Time of a step"),
+    "kvloom_step_tokens": ("HISTOGRAM", "Tokens computed in a step"),
+    "kvloom_step_sequences": ("HISTOGRAM", "Sequences in a step"),
 }
 """Kind and description of each family of metrics."""
 
 
 class Metrics:
-    """Copies the loop's snapshots to Triton's metrics from a thread of its own."""
+    """Copies the loop's snapshots and observations to Triton's metrics, from a thread of its own."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
@@ -32,14 +46,35 @@ class Metrics:
             name: pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
             for name, (kind, description) in FAMILIES.items()
         }
-        self._running = self._metric("kvloom_requests_running")
-        self._waiting = self._metric("kvloom_requests_waiting")
-        self._free = self._metric("kvloom_blocks", state="free")
-        self._used = self._metric("kvloom_blocks", state="used")
-        self._recomputed = self._metric("kvloom_preemptions_total", mode="recompute")
-        self._prompt = self._metric("kvloom_tokens_total", kind="prompt")
-        self._generated = self._metric("kvloom_tokens_total", kind="generated")
+        self._gauges: dict[str, pb_utils.Metric] = {
+            "running": self._metric("kvloom_requests_running"),
+            "waiting": self._metric("kvloom_requests_waiting"),
+            "blocks_free": self._metric("kvloom_blocks", state="free"),
+            "blocks_used": self._metric("kvloom_blocks", state="used"),
+            "blocks_cached": self._metric("kvloom_blocks", state="cached"),
+            "blocks_swapped": self._metric("kvloom_blocks", state="swapped"),
+        }
+        self._counters: dict[str, pb_utils.Metric] = {
+            "swaps": self._metric("kvloom_preemptions_total", mode="swap"),
+            "recomputes": self._metric("kvloom_preemptions_total", mode="recompute"),
+            "prefix_queried": self._metric("kvloom_prefix_tokens_queried_total"),
+            "prefix_hit": self._metric("kvloom_prefix_tokens_hit_total"),
+            "prompt_tokens": self._metric("kvloom_tokens_total", kind="prompt"),
+            "generated_tokens": self._metric("kvloom_tokens_total", kind="generated"),
+        }
+        # shown from the start, though nothing moves them yet: no conversation outlives its turn, no policy drops blocks
+        self._constant = [
+            self._metric("kvloom_conversations"),
+            self._metric("kvloom_evicted_blocks_total", policy="full"),
+        ]
         self._by_reason: dict[str, pb_utils.Metric] = {}
+        self._histograms: dict[str, pb_utils.Metric] = {
+            name.removeprefix("kvloom_"): self._families[name].Metric(
+                labels={}, buckets=_SECONDS if name.endswith("_seconds") else _COUNTS
+            )
+            for name, (kind, _) in FAMILIES.items()
+            if kind == "HISTOGRAM"
+        }
         self._update(loop.stats)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvloom-metrics", daemon=True)
@@ -57,16 +92,16 @@ class Metrics:
             stats = self._loop.stats
             if stats is not self._seen:
                 self._update(stats)
+            for name, value in self._loop.observations.drain():
+                self._histograms[name].observe(value)
 
     def _update(self, stats: Stats) -> None:
         seen, self._seen = self._seen, stats
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._free.set(stats.blocks_free)
-        self._used.set(stats.blocks_used)
-        self._recomputed.increment(stats.preemptions - seen.preemptions)
-        self._prompt.increment(stats.prompt_tokens - seen.prompt_tokens)
-        self._generated.increment(stats.generated_tokens - seen.generated_tokens)
+        for name, metric in self._gauges.items():
+            metric.set(getattr(stats, name))
+        for name, metric in self._counters.items():
+            if increase := getattr(stats, name) - getattr(seen, name):
+                metric.increment(increase)
         for reason, count in stats.finished.items():
             if reason not in self._by_reason:
                 self._by_reason[reason] = self._metric("kvloom_requests_finished_total", reason=reason)
