@@ -10,7 +10,7 @@ PACKAGE = ROOT / "backend_src" / "kvloom"
 
 BASE = {"kvloom.errors", "kvloom.config", "kvloom.request"}
 SUBMODULES = {f"kvloom.{path.stem}" for path in PACKAGE.glob("*.py")}
-PLAIN = {"kvloom.kv.blocks", "kvloom.scheduler"}
+PLAIN = {f"kvloom.{name}" for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "scheduler")}
 """The scheduler and what it stands on: no torch, neither directly nor through what they import."""
 
 

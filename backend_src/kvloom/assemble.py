@@ -14,9 +14,9 @@ from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
+from kvloom.measure import measure_costs
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
-from kvloom.measure import measure_costs
 from kvloom.plan import memory_bytes, pool_blocks
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler

@@ -12,9 +12,9 @@ from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.observations import Observations
-from kvloom.request import Delta, FinishReason, Request, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, Plan, Request, Sampled, Sequence, Sink
 from kvloom.runner import Runner
-from kvloom.scheduler import Plan, Scheduler
+from kvloom.scheduler import Scheduler
 from kvloom.timers import Timers
 from kvloom.tokenizer import Tokenizer
 

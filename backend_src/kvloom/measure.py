@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from kvloom.kv import transfer
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.storage import Storage
+from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Decoder
 from kvloom.request import Request, SamplingParams, Sequence, Slice
 from kvloom.runner import build_batch
@@ -41,7 +41,7 @@ def measure_costs(decoder: Decoder, storage: Storage, host: Storage, block_size:
         start = time.perf_counter()
         decoder.forward(batch, storage.layers)
         middle = time.perf_counter()
-        transfer.copy(storage, host, moves)
+        copy_blocks(storage, host, moves)
         prefill_s = min(prefill_s, middle - start)
         copy_s = min(copy_s, time.perf_counter() - middle)
     return Costs(copy_block_s=copy_s / max(blocks, 1), compute_token_s=prefill_s / tokens)

@@ -248,3 +248,18 @@ class Slice:
     def samples(self) -> bool:
         """Whether the slice reaches the last known token, so that a new one can be sampled."""
         return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        slices: what to compute.
+        swap_out: (device block, host block) to copy first, before anything is written.
+        swap_in: (host block, device block) to copy after that.
+    """
+
+    slices: list[Slice] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)

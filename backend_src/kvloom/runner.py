@@ -3,12 +3,11 @@
 import numpy as np
 import torch
 
-from kvloom.kv import transfer
 from kvloom.kv.storage import Storage
+from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Batch, Decoder
-from kvloom.request import Sampled, Slice
+from kvloom.request import Plan, Sampled, Slice
 from kvloom.sampler import choose
-from kvloom.scheduler import Plan
 
 
 class Runner:
@@ -22,8 +21,8 @@ class Runner:
 
     def move(self, plan: Plan) -> None:
         """Copy what a step swaps out, then what it swaps in."""
-        transfer.copy(self._storage, self._host, plan.swap_out)
-        transfer.copy(self._host, self._storage, plan.swap_in)
+        copy_blocks(self._storage, self._host, plan.swap_out)
+        copy_blocks(self._host, self._storage, plan.swap_in)
 
     @torch.inference_mode()
     def run(self, slices: list[Slice]) -> list[Sampled | Exception]:

@@ -8,11 +8,11 @@ import bisect
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Sequence, Slice
+from kvloom.request import Plan, Sequence, Slice
 from kvloom.waiting import Waiting
 
 AGEING_S = 5.0
@@ -34,21 +34,6 @@ class Costs:
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Whether copying out and in is faster than computing again."""
         return 2 * blocks * self.copy_block_s < tokens * self.compute_token_s
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step.
-
-    Attributes:
-        slices: what to compute.
-        swap_out: (device block, host block) to copy first, before anything is written.
-        swap_in: (host block, device block) to copy after that.
-    """
-
-    slices: list[Slice] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -116,9 +101,11 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
             self._hit(sequence, self._cache.follow(sequence))
             budget -= self._slice(plan, sequence, budget)
-        while budget and len(self.running) < self._max_running and (sequence := self._admit(plan)) is not None:
-            self._hit(sequence, self._cache.follow(sequence))
-            budget -= self._slice(plan, sequence, budget)
+        while budget and len(self.running) < self._max_running:
+            admitted = self._admit(plan)
+            if admitted is None:
+                break
+            budget -= self._slice(plan, admitted, budget)
         return plan
 
     def abandon(self, plan: Plan) -> None:
@@ -164,7 +151,7 @@ class Scheduler:
         if blocks <= self._host.free and self._costs.swap_pays(blocks, sequence.computed):
             sequence.host_blocks.extend(self._host.take(blocks))
             sequence.swapped = sequence.computed
-            plan.swap_out.extend(zip(sequence.blocks, sequence.host_blocks))
+            plan.swap_out.extend(zip(sequence.blocks[:blocks], sequence.host_blocks, strict=True))
             self.swaps += 1
             self._wait_again(sequence)
         else:

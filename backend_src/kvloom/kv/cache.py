@@ -19,27 +19,37 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvloom.kv.blocks import blocks_for
 from kvloom.request import Sequence
 
 log = logging.getLogger(__name__)
 
-Key = tuple[int | str, tuple[int, ...]]
-"""What a listed block is found by: the listing it continues (or the namespace it starts), and its tokens."""
+
+class Key(NamedTuple):
+    """What a listed block is found by.
+
+    Attributes:
+        parent: the listing it continues, or the namespace it starts.
+        tokens: its token ids.
+    """
+
+    parent: int | str
+    tokens: tuple[int, ...]
 
 
-class _ConstantKey(tuple[int | str, tuple[int, ...]]):
+class _ConstantKey(Key):
     def __hash__(self) -> int:
         return 0
 
 
-class _Mod7Key(tuple[int | str, tuple[int, ...]]):
+class _Mod7Key(Key):
     def __hash__(self) -> int:
-        return tuple.__hash__(self) % 7
+        return super().__hash__() % 7
 
 
-KEY_TYPES: dict[str, type[Key]] = {"": tuple, "constant": _ConstantKey, "mod7": _Mod7Key}
+KEY_TYPES: dict[str, type[Key]] = {"": Key, "constant": _ConstantKey, "mod7": _Mod7Key}
 """Keys by how they are hashed; the weak ones are for tests, which show that a collision harms nobody."""
 
 
@@ -266,7 +276,9 @@ class BlockCache:
             assert (number in idle or number in kept) == (block.tables == 0 and block.key is not None)
             if block.key is not None:
                 assert self._listed[block.key] == number, f"block {number} is not what its listing finds"
-                assert isinstance(block.key[0], str) or block.key[0] in listings, f"block {number} can't be reached"
+                assert isinstance(block.key.parent, str) or block.key.parent in listings, (
+                    f"block {number} can't be reached"
+                )
         assert len(self._listed) == len(listings), "two listings of one block"
 
     @property
@@ -275,7 +287,7 @@ class BlockCache:
 
     def _key(self, parent: int | str, tokens: list[int], index: int) -> Key:
         size = self.block_size
-        return self._key_type((parent, tuple(tokens[index * size : (index + 1) * size])))
+        return self._key_type(parent, tuple(tokens[index * size : (index + 1) * size]))
 
     def _key_of(self, sequence: Sequence, index: int) -> Key | None:
         """The key of a sequence's block; None where the block before it is not listed any more."""

@@ -11,7 +11,7 @@ CHUNK = 64
 """Blocks per copy: bounds the memory that is used on the way."""
 
 
-def copy(source: Storage, target: Storage, moves: list[Move]) -> None:
+def copy_blocks(source: Storage, target: Storage, moves: list[Move]) -> None:
     """Copy blocks; both storages have the same codec and geometry. No target block may be in ``moves`` twice."""
     for first in range(0, len(moves), CHUNK):
         chunk = torch.tensor(moves[first : first + CHUNK], dtype=torch.int64)
