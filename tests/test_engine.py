@@ -156,12 +156,13 @@ def test_what_can_never_fit_is_refused(model):
 
 def test_queue_full_is_refused_at_once(model, prompts):
     driver = Driver(model, max_running=1, max_queue=2)
-    accepted = [driver.submit(prompts[0], max_tokens=4)[1] for _ in range(2)]
+    # one runs in the next step, two wait for it
+    accepted = [driver.submit(prompts[0], max_tokens=4)[1] for _ in range(3)]
     refused = driver.submit(prompts[0], max_tokens=4)[1]
     assert isinstance(refused.error, Unavailable)
     assert str(refused.error).startswith("UNAVAILABLE: queue full")
     driver.run()
-    assert [answer.reason for answer in accepted] == [FinishReason.LENGTH] * 2
+    assert [answer.reason for answer in accepted] == [FinishReason.LENGTH] * 3
 
 
 def test_failing_step_ends_its_requests_only(model, prompts, monkeypatch):

@@ -27,7 +27,7 @@ class Settings(BaseModel):
         context_length: longest sequence in tokens; 0 takes the model's own.
         max_batch_tokens: a step's token budget.
         max_running: most sequences in one step; never more than max_batch_tokens, of which each takes one.
-        max_queue: most requests waiting for admission; more are refused at once.
+        max_queue: most requests waiting, beside those that may run at once; more are refused at once.
         queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
         prefix_cache: let requests that begin with the same tokens share their blocks.
         retain_memory: most of the pool that `kv.retain_s` may hold back: bytes with a unit; 0 is off.

@@ -28,7 +28,7 @@ class Limits:
     Attributes:
         context_length: longest sequence, prompt and answer, in tokens.
         vocab_size: ids that the model has an embedding for.
-        max_queue: most requests waiting.
+        max_queue: most requests waiting, beside those that may run at once.
         kv_dtype: name of the cache's dtype, for usage.
         queue_timeout_s: longest wait for the first step; 0: for ever.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
@@ -209,7 +209,8 @@ class Engine:
 
     def _refusal(self, request: Request) -> Unavailable | None:
         """Why a request can't be taken just now."""
-        if len(self._scheduler.waiting) >= self._limits.max_queue:
+        # a burst arrives between two steps: those that the next one lets in do not count as waiting
+        if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
         if request.retain_s:
             pinned, blocks = self._cache.pinned(), len(request.prompt_ids) // self._cache.block_size

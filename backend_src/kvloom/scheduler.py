@@ -71,6 +71,11 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._arrivals = itertools.count()
 
+    @property
+    def free_places(self) -> int:
+        """How many more sequences may run at once, if there are blocks for them."""
+        return self._max_running - len(self.running)
+
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn."""
         request = sequence.request
@@ -101,7 +106,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
             self._hit(sequence, self._cache.follow(sequence))
             budget -= self._slice(plan, sequence, budget)
-        while budget and len(self.running) < self._max_running:
+        while budget and self.free_places:
             admitted = self._admit(plan)
             if admitted is None:
                 break
