@@ -12,8 +12,9 @@ import psutil
 from kvloom.launch import Server
 from kvloom_client import Client
 
-SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queue": "256"}
-"""fp32, so that greedy answers are those of the reference; a small pool, because filling a large one takes long."""
+SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queue": "256", "threads": "1"}
+"""fp32, so that greedy answers are those of the reference. One thread: a step of several waits at every operation for
+the slowest, which on a machine that does other things too takes many times as long."""
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())["prompts"]
 """Greedy answers of the default model by the transformers library: name, prompt, prompt_ids, ids, text."""
