@@ -216,6 +216,7 @@ class BlockCache:
         """Take every block of ``table`` out of it: the one place where a block stops being used."""
         for number in reversed(table):
             block = self._blocks[number]
+            assert block.tables, "a block was released that nobody uses"
             block.tables -= 1
             if block.tables:
                 continue
