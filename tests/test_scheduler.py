@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
+from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Clock, Rig
+from kvloom import scheduler
 from kvloom.request import Plan, Request, SamplingParams, Sequence
 from kvloom.scheduler import AGEING_S, Costs
 
@@ -290,6 +291,84 @@ def test_preemption_counts_no_hits_of_its_own_blocks():
     rig.step()
     assert rig.scheduler.running == [names["second"]]
     assert rig.scheduler.prefix_hit == names["second"].cached == 0
+
+
+# Retaining
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+    return clock
+
+
+def answer_once(rig: Rig, prompt: list[int], **request: object) -> Sequence:
+    """A request that ends with its first token."""
+    sequence = rig.add(prompt, **request)
+    while not sequence.generated:
+        rig.step()
+    if sequence in rig.alive:
+        rig.remove(sequence)
+    return sequence
+
+
+def test_a_retained_prompt_outlives_others_until_its_time_ends(clock):
+    rig = Rig(blocks=6, retain_limit=3)
+    prompt = unlike(3 * BLOCK)
+    answer_once(rig, prompt, retain_s=60)
+    for _ in range(5):
+        answer_once(rig, unlike(8))
+    clock.now += 59
+    assert answer_once(rig, [*prompt, 5]).cached == 3 * BLOCK
+    clock.now += 1
+    for _ in range(5):
+        answer_once(rig, unlike(20))
+    assert answer_once(rig, [*prompt, 5]).cached == 0
+
+
+@pytest.mark.parametrize("again", [{"retain_s": 60}, {"retain_s": -1}], ids=str)
+def test_asking_again_retains_all_of_a_prompt_for_longer(clock, again):
+    rig = Rig(blocks=6, retain_limit=3)
+    prompt = unlike(3 * BLOCK)
+    answer_once(rig, prompt, retain_s=60)
+    clock.now += 30
+    answer_once(rig, prompt, **again)
+    clock.now += 59
+    rig.step()
+    assert rig.cache.retained == 3
+
+
+def test_the_answer_is_not_retained(clock):
+    rig = Rig(blocks=20, retain_limit=20)
+    sequence = rig.add(unlike(6), retain_s=-1)
+    while sequence.generated < 20:
+        rig.step()
+    rig.remove(sequence)
+    assert rig.cache.retained == 1
+
+
+def test_what_was_cancelled_before_it_ran_retains_nothing():
+    rig = Rig(retain_limit=20)
+    rig.remove(rig.add(unlike(9), retain_s=-1))
+    assert rig.cache.retained == 0
+
+
+def test_a_pool_full_of_pinned_blocks_still_serves():
+    rig = Rig(blocks=6, retain_limit=6)
+    answer_once(rig, unlike(6 * BLOCK), retain_s=-1)
+    assert rig.cache.pinned() == 6
+    answer_once(rig, unlike(5))
+    assert rig.cache.pinned() < 6
+
+
+def test_a_sequence_grows_into_pinned_blocks_when_it_is_alone():
+    rig = Rig(blocks=6, retain_limit=6)
+    answer_once(rig, unlike(4 * BLOCK), retain_s=-1)
+    first, second = rig.add(unlike(4)), rig.add(unlike(4))
+    rig.run()
+    assert len(first.tokens) == len(second.tokens) == 6 * BLOCK + 1
+    assert rig.cache.pinned() == 0
 
 
 # A failing step

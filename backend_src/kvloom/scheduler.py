@@ -89,7 +89,9 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         request = sequence.request
-        if request.retain_s:
+        if request.retain_s and sequence.blocks:
+            # the prompt's last block, too, where an earlier request computed and listed it
+            self._cache.follow(sequence)
             listed = min(sequence.listed, len(request.prompt_ids) // self._cache.block_size)
             until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
             self._cache.retain(sequence.blocks[:listed], until)
