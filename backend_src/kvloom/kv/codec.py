@@ -35,6 +35,9 @@ class PlainCodec:
     def layers(self, memory: torch.Tensor, geometry: BlockGeometry) -> list[LayerCache]:
         """View ``memory`` (uint8 [bytes]) as blocks; per layer its keys and values, strided over the blocks."""
         g = geometry
-        count = memory.numel() // self.block_bytes(g)
-        blocks = memory.view(self.dtype).view(count, g.n_layers, 2, g.n_kv_heads, g.block_size, g.head_dim)
+        size = self.block_bytes(g)
+        count = memory.numel() // size
+        # by blocks first: numpy gives memory of no bytes the stride 0, which has no view of another dtype
+        rows = memory.view(count, size).view(self.dtype)
+        blocks = rows.view(count, g.n_layers, 2, g.n_kv_heads, g.block_size, g.head_dim)
         return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(g.n_layers)]
