@@ -14,6 +14,16 @@ exact.
 """
 
 
+def kernel_rows(rows: int) -> int:
+    """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
+
+    oneDNN builds a kernel for each number of rows and keeps up to 1,024 of them, milliseconds and up to a megabyte each.
+    And it may sum one row in another order than two: a lone request would differ from one in a batch.
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return max(2, -(-rows // step) * step)
+
+
 class PackedLinear:
     """y = x @ weight.T with the weight in oneDNN's blocked layout (fp32 or bf16, CPU).
 
@@ -34,10 +44,9 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] to [T, out_features], in x's dtype."""
-        if x.shape[0] == 1:
-            # oneDNN may sum one row in another order than two: a lone request would differ from one in a batch
-            return self._product(x.expand(2, -1).contiguous())[:1]
-        return self._product(x)
+        rows = x.shape[0]
+        padding = kernel_rows(rows) - rows
+        return self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         first, *others = x.split(self._split, 1)
