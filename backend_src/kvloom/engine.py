@@ -204,6 +204,8 @@ class Engine:
 
     def _check_retained(self, tokens: int) -> None:
         blocks, limit = tokens // self._cache.block_size, self._cache.retain_limit
+        if not limit:
+            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
         if blocks > limit:
             raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 

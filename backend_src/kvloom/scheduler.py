@@ -188,7 +188,7 @@ class Scheduler:
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
         sequence.listed = len(found)
         sequence.computed = len(found) * self._cache.block_size
-        if not sequence.preemptions:
+        if self._cache.shares and not sequence.preemptions:
             self.prefix_queried += len(sequence.tokens)
         self._hit(sequence, sequence.computed)
         if sequence.swapped > sequence.computed:

@@ -85,7 +85,7 @@ class BlockCache:
         self.total = total
         self.block_size = block_size
         self.retain_limit = retain_limit
-        self._share = share
+        self.shares = share
         self._key_type = KEY_TYPES[block_hash]
         self._blocks = [_Block() for _ in range(total)]
         # popped from the end: the most recently freed block first, whose memory is warm
@@ -189,7 +189,7 @@ class BlockCache:
 
     def list_computed(self, sequence: Sequence, end: int) -> None:
         """List a sequence's full blocks before token ``end``, whose keys and values this step computes."""
-        if not self._share:
+        if not self.shares:
             return
         while (index := sequence.listed) < end // self.block_size:
             key = self._key_of(sequence, index)
