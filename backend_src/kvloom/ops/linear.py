@@ -17,7 +17,7 @@ exact.
 def kernel_rows(rows: int) -> int:
     """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
 
-    oneDNN builds a kernel for each number of rows and keeps up to 1,024 of them, milliseconds and up to a megabyte each.
+    oneDNN builds a kernel for each number of rows, milliseconds and up to a megabyte each, and keeps up to 1,024.
     And it may sum one row in another order than two: a lone request would differ from one in a batch.
     """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
