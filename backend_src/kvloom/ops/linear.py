@@ -21,7 +21,7 @@ def kernel_rows(rows: int) -> int:
     And it may sum one row in another order than two: a lone request would differ from one in a batch.
     """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
-    return max(2, -(-rows // step) * step)
+    return max(2, -(-rows // step) * step) if rows else 0
 
 
 class PackedLinear:
