@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import statistics
 import time
 import urllib.request
@@ -9,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -470,6 +472,12 @@ def test_every_metric_is_there_with_its_type(tiny, small):
     for mode in ("swap", "recompute"):
         assert f'kvloom_preemptions_total{{mode="{mode}"}}' in names
     assert 'kvloom_evicted_blocks_total{policy="full"}' in names
+
+
+def test_the_readme_has_every_metric():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\| `(kvloom_\w+)(?:{\w+})?` \| (\w+) \|", readme, re.MULTILINE)
+    assert dict(rows) == TYPES
 
 
 def test_metrics_count_what_happened(tiny, small):
