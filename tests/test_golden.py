@@ -68,7 +68,7 @@ CASES = {
     "ends by itself": Case(
         tokens(40), {"temperature": 1.0, "seed": 4, "ignore_eos": False, "min_tokens": 9, "logit_bias": {EOS: 20.0}}
     ),
-    "stop string": Case(tokens(16), {"temperature": 1.0, "seed": 8, "max_tokens": 24, "logprobs": 1}),
+    "stop string": Case(tokens(16), {"temperature": 1.0, "seed": 8, "max_tokens": 40, "logprobs": 1}),
     "bad words": Case(tokens(63), {"bad_words": ("e", " ")}),
 }
 NEIGHBOURS = [Case(tokens(_rng.randrange(1, 60)), {"temperature": 1.0, "seed": seed}) for seed in range(10)] + [
@@ -97,7 +97,7 @@ def cases(model: Path) -> dict[str, Case]:
     """CASES, with a stop string that comes."""
     case = CASES["stop string"]
     whole = run(Driver(model), case).text
-    stop = next(whole[i : i + 3] for i in range(15, len(whole)) if whole.index(whole[i : i + 3]) == i)
+    stop = next(whole[i : i + 3] for i in range(8, len(whole)) if whole.index(whole[i : i + 3]) == i)
     return {**CASES, "stop string": Case(case.prompt, {**case.fields, "stop": (stop,)})}
 
 
@@ -126,7 +126,7 @@ def test_the_cases_differ(expected):
     assert stopped == {"ends by itself", "stop string"}
     assert len({tuple(answer.ids) for answer in expected.values()}) == len(CASES) - 1
     assert 9 < len(expected["ends by itself"].ids) < 16
-    assert len(expected["stop string"].text) >= 15
+    assert len(expected["stop string"].text) >= 8
 
 
 # However it is computed
