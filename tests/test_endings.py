@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,11 @@ import psutil
 import pytest
 
 from engine_driver import Answer, Driver
-from kvloom import assemble
+from kvloom import assemble, runner
 from kvloom.errors import Internal, Unavailable
-from kvloom.request import FinishReason, Sequence, Slice
+from kvloom.kv.transfer import copy_blocks
+from kvloom.loop import Loop
+from kvloom.request import FinishReason, Request, SamplingParams, Sequence, Slice
 from kvloom.scheduler import Costs
 from tiny_models import EOS, make_tiny
 
@@ -217,3 +220,51 @@ def test_a_failing_step_ends_its_requests_only(model, expected, monkeypatch, set
     again = [driver.submit(prompt, max_tokens=20)[1] for prompt in PROMPTS]
     driver.run()
     assert [answer.ids for answer in again] == expected
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_failing_copy_ends_its_steps_requests_only(model, expected, monkeypatch, direction):
+    driver = Driver(model, kv_blocks=16, block_size=8, swap_memory="64MiB")
+    submitted = [driver.submit(prompt, max_tokens=20) for prompt in PROMPTS]
+    failed = []
+
+    def copy(source, target, moves):
+        if moves and not failed and (target is driver.engine._runner._host) == (direction == "out"):
+            failed.append(moves)
+            raise RuntimeError("test")
+        copy_blocks(source, target, moves)
+
+    monkeypatch.setattr(runner, "copy_blocks", copy)
+    driver.run()
+    assert failed
+    ended = [answer.error for _, answer in submitted]
+    assert 0 < sum(isinstance(error, Internal) for error in ended) < len(ended)
+    for error, (_, answer), ids in zip(ended, submitted, expected, strict=True):
+        assert answer.ids == (ids if error is None else ids[: len(answer.ids)])
+    again = [driver.submit(prompt, max_tokens=20)[1] for prompt in PROMPTS]
+    driver.run()
+    assert [answer.ids for answer in again] == expected
+
+
+def test_what_a_failed_plan_promised_is_not_found_later(model, expected, monkeypatch):
+    engine = Driver(model).engine
+    plan = engine._scheduler.plan
+
+    def fail_once():
+        monkeypatch.undo()
+        plan()
+        raise RuntimeError("test")
+
+    loop = Loop(lambda: engine)
+    monkeypatch.setattr(engine._scheduler, "plan", fail_once)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    answers = []
+    for _ in range(2):
+        answer, done = Answer(), threading.Event()
+        request = Request(id="", prompt_ids=tuple(PROMPTS[4]), params=params, arrival=0.0)
+        loop.submit(request, lambda delta, answer=answer, done=done: (answer.append(delta), delta.final and done.set()))
+        assert done.wait(60)
+        answers.append(answer)
+    loop.stop()
+    assert isinstance(answers[0].error, Internal)
+    assert answers[1].ids == expected[4]

@@ -153,12 +153,12 @@ class Engine:
         began = time.monotonic()
         self._end_overdue(began)
         plan = self._scheduler.plan()
-        self._runner.move(plan)
-        if not plan.slices:
-            return
         for piece in plan.slices:
             self._answers[piece.sequence].start(began)
         try:
+            self._runner.move(plan)
+            if not plan.slices:
+                return
             outcomes = iter(self._runner.run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
             log.exception("a step of %d sequences failed", len(plan.slices))
