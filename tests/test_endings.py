@@ -268,3 +268,22 @@ def test_what_a_failed_plan_promised_is_not_found_later(model, expected, monkeyp
     loop.stop()
     assert isinstance(answers[0].error, Internal)
     assert answers[1].ids == expected[4]
+
+
+# Pinned prompts
+
+
+def test_a_pinned_prompt_can_be_pinned_again(model):
+    driver = Driver(model, retain_memory="100KB")
+    limit = driver.engine._cache.retain_limit
+    prompt = [random.Random(2).randrange(3, 300) for _ in range(16 * limit)]
+    for _ in range(2):
+        assert driver.answer(prompt, max_tokens=1, retain_s=-1).reason is FinishReason.LENGTH
+        assert driver.engine._cache.pinned() == limit
+    for retain_s in (-1, 60):
+        longer = driver.answer([*prompt[:-16], *SHARED[:16]], max_tokens=1, retain_s=retain_s)
+        assert isinstance(longer.error, Unavailable)
+        assert str(longer.error).startswith("UNAVAILABLE: retain_memory full")
+    assert driver.engine.flush() > 0
+    assert driver.answer(SHARED[:32], max_tokens=1, retain_s=-1).reason is FinishReason.LENGTH
+    assert driver.engine._cache.pinned() == 2

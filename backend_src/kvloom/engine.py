@@ -118,7 +118,7 @@ class Engine:
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
-        refusal = self._refusal(sequence.request)
+        refusal = self._refusal(sequence)
         if refusal is not None:
             self._finished["error"] += 1
             sink(Delta("", (), error=refusal))
@@ -209,17 +209,17 @@ class Engine:
         if blocks > limit:
             raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
-    def _refusal(self, request: Request) -> Unavailable | None:
+    def _refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""
-        # a burst arrives between two steps: those that the next one lets in do not count as waiting
-        if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
+        if len(self._scheduler.waiting) >= self._limits.max_queue:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
-        if request.retain_s:
-            pinned, blocks = self._cache.pinned(), len(request.prompt_ids) // self._cache.block_size
-            if pinned + blocks > self._cache.retain_limit:
+        if sequence.request.retain_s:
+            pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
+            new = blocks - self._cache.pinned_of(sequence.namespace, sequence.tokens)
+            if pinned + new > self._cache.retain_limit:
                 return Unavailable(
                     f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, the prompt fills "
-                    f"{blocks}; unpin all with the control op flush"
+                    f"{new} others; unpin all with the control op flush"
                 )
         return None
 

@@ -246,6 +246,11 @@ class BlockCache:
         """Number of blocks that are retained for ever."""
         return sum(until == math.inf for until in self._retained.values())
 
+    def pinned_of(self, namespace: str, tokens: list[int]) -> int:
+        """Number of blocks that ``tokens`` begins with and that are retained for ever."""
+        found = self.match(namespace, [*tokens, 0])
+        return sum(self._retained.get(block) == math.inf for block in found)
+
     def stop_retaining(self) -> bool:
         """Let all retained blocks be reclaimed; whether there were any."""
         any_retained = bool(self._retained)
