@@ -245,7 +245,7 @@ ALL = [
         (1, 63, 64, 65, 4096), PREFIXES, (None, "recompute", "swap"), (False, True), range(3)
     )
     # one that runs alone never gives its blocks away, and only one runs where a step is one token
-    if not (preempted and (alone or chunk == 1)) and not (alone and order)
+    if not (preempted and (alone or chunk == 1)) and not (order and (alone or chunk == 1))
 ]
 
 
