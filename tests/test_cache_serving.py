@@ -197,6 +197,17 @@ def test_a_prompt_is_pinned_until_a_flush(tiny, small):
         client.control("flush")
 
 
+@pytest.mark.parametrize("outgrows", [False, True], ids=["its prompt", "its answer"])
+def test_retaining_yields_to_a_request_that_needs_the_whole_pool(tiny, small, plain, outgrows):
+    prompt, answer = (800, POOL * BLOCK + 1 - 800) if outgrows else (POOL * BLOCK - 20, 8)
+    large = request(28, length=prompt, max_tokens=answer)
+    with tiny.client(small) as client, tiny.client(plain) as cold:
+        client.control("flush")
+        ask(client, [request(29, length=161, kv={"retain_s": -1})])
+        assert ask(client, [large])[0].token_ids == ask(cold, [large])[0].token_ids
+        assert found(ask(client, [request(29, length=161)])[0]) == 0
+
+
 def test_what_can_not_be_retained_is_refused(tiny, small, plain):
     with tiny.client(small) as client:
         with pytest.raises(InvalidArgument, match="INVALID_ARG: kv.retain_s: .* 17 blocks; retain_memory holds 16"):
