@@ -13,6 +13,10 @@ plain product at 1,536 features. Sums of sums get that back, for about a fifth o
 exact.
 """
 
+_PACKED_ROWS = 64
+_PACKED_COLUMN_BYTES = 64
+"""oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
+
 
 class PackedLinear:
     """y = x @ weight.T with the weight in oneDNN's blocked layout (fp32 or bf16, CPU).
@@ -23,10 +27,7 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor):
         """Pack a weight [out_features, in_features]."""
-        in_features = weight.shape[1]
-        # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
-        parts = -(-in_features // MAX_SUM) if weight.dtype is torch.float32 else 1
-        self._split = -(-in_features // parts)
+        self._split = _split(weight.shape[1], weight.dtype)
         self._packed = [
             torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
             for part in weight.split(self._split, 1)
@@ -45,3 +46,22 @@ class PackedLinear:
         for part, packed in zip(others, self._packed[1:], strict=True):
             y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
         return y
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Bytes of a weight [out_features, in_features] in ``PackedLinear``."""
+    split = _split(in_features, dtype)
+    widths = [min(split, in_features - start) for start in range(0, in_features, split)]
+    row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
+    return _up(out_features, _PACKED_ROWS) * row
+
+
+def _split(in_features: int, dtype: torch.dtype) -> int:
+    """Columns of a weight that one product takes."""
+    # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
+    parts = -(-in_features // MAX_SUM) if dtype is torch.float32 else 1
+    return -(-in_features // parts)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
