@@ -7,20 +7,19 @@ from pathlib import Path
 import torch
 
 from kvloom.config import Settings
+from kvloom.dtypes import CODECS, DTYPES
 from kvloom.engine import Engine, Limits
-from kvloom.errors import SettingsError
 from kvloom.fetch import default_model
 from kvloom.kv.blocks import BlockPool
-from kvloom.kv.codec import BlockGeometry, PlainCodec
+from kvloom.kv.codec import BlockGeometry
 from kvloom.kv.storage import Storage
+from kvloom.memory import free_memory
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
-from kvloom.plan import pool_blocks
+from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +41,22 @@ def assemble(settings: Settings) -> Assembly:
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
-    context = settings.context_length or spec.context_length
-    if context > spec.context_length:
-        raise SettingsError(f"setting context_length={context}: the model was made for {spec.context_length} tokens")
-    dtype = _weights_dtype(settings.weights)
-    kv_dtype = dtype if settings.kv_dtype == "auto" else _DTYPES[settings.kv_dtype]
+    plan = plan_memory(spec, settings, free_memory())
+    dtype, codec = DTYPES[plan.weights_dtype], CODECS[plan.kv_dtype]
 
-    codec = PlainCodec(kv_dtype)
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    most = settings.max_running * -(-context // settings.block_size)
-    blocks = settings.kv_blocks or pool_blocks(settings.kv_memory, codec.block_bytes(geometry), most)
-    pool = BlockPool(blocks, settings.block_size)
+    pool = BlockPool(plan.blocks, settings.block_size)
 
     decoder = Decoder(spec, files.load(dtype), dtype)
-    storage = Storage(codec, geometry, blocks, torch.device("cpu"))
+    storage = Storage(codec, geometry, plan.blocks, torch.device("cpu"))
     runner = Runner(decoder, storage, settings.block_size)
     scheduler = Scheduler(pool, settings.max_running, settings.max_batch_tokens)
-    kv_name = next(name for name, dtype in _DTYPES.items() if dtype == kv_dtype)
     limits = Limits(
-        context_length=context,
+        context_length=plan.context_length,
         vocab_size=spec.vocab_size,
         max_queue=settings.max_queue,
-        kv_dtype=kv_name,
+        kv_dtype=plan.kv_dtype,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     return Assembly(Engine(runner, scheduler, pool, tokenizer, limits), tokenizer, limits)
-
-
-def _weights_dtype(weights: str) -> torch.dtype:
-    """The dtype a ``weights`` setting stands for on this CPU."""
-    if weights != "auto":
-        return _DTYPES[weights]
-    # oneDNN also emulates bf16 on older CPUs, slower than fp32: ask for the instructions, not for support
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32

@@ -21,8 +21,11 @@ class Settings(BaseModel):
         weights: dtype of weights and activations; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32.
             ``fp32`` makes activations and cache fp32 too.
         kv_dtype: dtype of the cache; ``auto`` follows the activations.
-        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``.
+        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
+            which is what weights, a step and swap_memory leave of it.
         kv_blocks: number of blocks in the pool; overrides kv_memory; 0 is off.
+        swap_memory: host memory for sequences that are swapped out, like "512MiB"; 0 is off.
+        retain_memory: most of the block pool that prompts may keep for themselves, like "512MiB"; 0 is off.
         block_size: tokens per block, a power of two.
         context_length: longest sequence in tokens; 0 takes the model's own.
         max_batch_tokens: a step's token budget.
@@ -40,6 +43,8 @@ class Settings(BaseModel):
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     kv_memory: str = "auto"
     kv_blocks: NonNegative = 0
+    swap_memory: str = "512MiB"
+    retain_memory: str = "0"
     block_size: Positive = 32
     context_length: NonNegative = 0
     max_batch_tokens: Positive = 512
@@ -60,6 +65,13 @@ class Settings(BaseModel):
     def _size(cls, value: str) -> str:
         if not re.fullmatch(r"auto|\d+(\.\d+)?\s*([KMGT]i?B|B|%)", value):
             raise ValueError('must be "auto", a size like "512MiB" or a share of the free memory like "60%"')
+        return value
+
+    @field_validator("swap_memory", "retain_memory")
+    @classmethod
+    def _size_or_off(cls, value: str) -> str:
+        if not re.fullmatch(r"0|\d+(\.\d+)?\s*([KMGT]i?B|B)", value):
+            raise ValueError('must be a size like "512MiB", or 0 to turn it off')
         return value
 
     @classmethod
