@@ -8,7 +8,7 @@ from kvloom.dtypes import CODECS, DTYPES, cache_name, weights_name
 from kvloom.errors import SettingsError
 from kvloom.kv.codec import BlockGeometry
 from kvloom.memory import size_bytes, size_text
-from kvloom.models.footprint import step_bytes, weights_bytes
+from kvloom.models.footprint import products_bytes, step_bytes, weights_bytes
 from kvloom.models.spec import ModelSpec
 
 HEADROOM_SHARE = 0.1
@@ -26,6 +26,7 @@ class Plan:
     Attributes:
         free: what the process can take before anything is loaded.
         weights: loaded weights, as they are kept.
+        products: what the compiled products take once every size of step has come.
         step: a step's tensors at their peak.
         headroom: what an automatic pool leaves alone.
         weights_dtype: name of the dtype of weights and activations.
@@ -41,6 +42,7 @@ class Plan:
 
     free: int
     weights: int
+    products: int
     step: int
     headroom: int
     weights_dtype: str
@@ -71,7 +73,7 @@ class Plan:
     @property
     def left(self) -> int:
         """Free bytes that nothing is planned for, headroom included; below 0 where a chosen pool is too large."""
-        return self.free - self.weights - self.step - self.pool - self.swap
+        return self.free - self.weights - self.products - self.step - self.pool - self.swap
 
     def sequences(self, length: int) -> int:
         """How many sequences of ``length`` tokens, answer included, the pool holds at once."""
@@ -98,6 +100,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
     # each running sequence computes at least one token in every step
     most_running = min(settings.max_running, settings.max_batch_tokens)
     weights = weights_bytes(spec, dtype)
+    products = products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
     swap_blocks = size_bytes(settings.swap_memory) // block_bytes
     swap = swap_blocks * block_bytes
@@ -112,18 +115,20 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
         _check_swap(settings, free - blocks * block_bytes, swap)
     else:
         most = most_running * _blocks_for(context, settings.block_size)
-        room = free - weights - headroom - swap
+        room = free - weights - products - headroom - swap
         blocks = bisect_right(range(most + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
         if blocks < 1:
             raise SettingsError(
                 f"setting kv_memory='auto': not one block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
-                f"weights take {size_text(weights)}, a step {size_text(step(1))}, swap_memory {size_text(swap)}, "
-                f"headroom {size_text(headroom)}: free memory, lower swap_memory, max_batch_tokens or max_running, "
+                f"weights take {size_text(weights)}, compiled products {size_text(products)}, "
+                f"a step {size_text(step(1))}, swap_memory {size_text(swap)}, headroom {size_text(headroom)}: "
+                "free memory, lower swap_memory, max_batch_tokens or max_running, "
                 "or choose the size with kv_memory"
             )
     return Plan(
         free=free,
         weights=weights,
+        products=products,
         step=step(blocks),
         headroom=headroom,
         weights_dtype=weights_name(settings),

@@ -71,6 +71,7 @@ class Report:
         table.add_column(justify="right")
         table.add_row("free memory", size_text(plan.free))
         table.add_row(f"weights ({plan.weights_dtype})", size_text(plan.weights))
+        table.add_row("compiled products, in time", size_text(plan.products))
         table.add_row("a step's tensors, at most", size_text(plan.step))
         table.add_row(f"block pool ({plan.blocks:,} blocks)", size_text(plan.pool))
         table.add_row(f"swap pool ({plan.swap_blocks:,} blocks)", size_text(plan.swap))

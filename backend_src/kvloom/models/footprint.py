@@ -1,10 +1,10 @@
-"""How many bytes a model takes: its weights as the decoder keeps them, and a step's tensors at their peak."""
+"""How many bytes a model takes: its weights as the decoder keeps them, compiled products, a step's tensors."""
 
 import torch
 
 from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
-from kvloom.ops.linear import packed_bytes
+from kvloom.ops.linear import kernels_bytes, packed_bytes
 
 SAMPLER_LOGITS = 9
 """fp32 matrices [R, vocab] that sampling holds at most: the logits, an edited copy, the scaled copy, its rows that have
@@ -16,17 +16,26 @@ def weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
     A head is packed for its product; where the embedding is also the head it is there twice, once as it is.
     """
-    hidden, mlp, heads_out = spec.hidden_size, spec.intermediate_size, spec.n_heads * spec.head_dim
-    qkv_out = heads_out + 2 * spec.n_kv_heads * spec.head_dim
-    layer = sum(
-        packed_bytes(rows, columns, dtype)
-        for rows, columns in ((qkv_out, hidden), (hidden, heads_out), (2 * mlp, hidden), (hidden, mlp))
-    )
+    hidden = spec.hidden_size
+    layer = sum(packed_bytes(*shape, dtype) for shape in _layer_shapes(spec))
     norms = (2 * spec.n_layers + 1) * hidden * dtype.itemsize
     embedding = spec.vocab_size * hidden * dtype.itemsize
     head = packed_bytes(spec.vocab_size, hidden, dtype)
     rotary = spec.context_length * spec.head_dim * torch.float32.itemsize
     return spec.n_layers * layer + norms + embedding + head + rotary
+
+
+def products_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
+    """Bytes of compiled products, which gather while a server runs; arguments as of ``step_bytes``."""
+    layer = [(columns, tokens) for _, columns in _layer_shapes(spec)]
+    return kernels_bytes([*layer, (spec.hidden_size, rows)], dtype)
+
+
+def _layer_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """[out, in] of a layer's products: queries, keys and values; attention's output; gate and up; down."""
+    hidden, mlp, heads_out = spec.hidden_size, spec.intermediate_size, spec.n_heads * spec.head_dim
+    qkv_out = heads_out + 2 * spec.n_kv_heads * spec.head_dim
+    return (qkv_out, hidden), (hidden, heads_out), (2 * mlp, hidden), (hidden, mlp)
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int) -> int:
