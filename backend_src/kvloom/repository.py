@@ -30,7 +30,11 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 
 class ModelRepository:
-    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it."""
+    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it.
+
+    Attributes:
+        settings: the settings of a server that is started on it; the model is a path.
+    """
 
     def __init__(self, settings: Mapping[str, str], source: Path = SOURCE):
         """Check the settings and find the model; the default model is fetched unless it is in the cache.
@@ -57,6 +61,7 @@ class ModelRepository:
         parameters = {key: value.string_value for key, value in self._config.parameters.items()} | dict(settings)
         # the server may run elsewhere and is not to fetch anything: it gets the path
         parameters["model"] = str(_resolve_model(Settings.parse(parameters).model))
+        self.settings = Settings.parse(parameters)
         for key, value in parameters.items():
             self._config.parameters[key].string_value = value
 
