@@ -101,12 +101,16 @@ def carry_pip_configuration(root: Path) -> dict[str, str]:
 def main() -> None:
     """Build, start, ask, stop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to build; a Debian that is there already is used")
+    parser.add_argument("folder", type=Path, help="where to build; empty, or left by an earlier run")
     root = parser.parse_args().folder.resolve()
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root"}
-    if not (root / "usr/bin/pip3").exists():
+    finished = root / ".debian-for-kvloom"
+    if not finished.exists():
+        if root.exists() and any(root.iterdir()):
+            parser.error(f"{root} is neither empty nor one of mine")
         subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(root)], check=True)
         in_chroot(root, f"apt-get update && apt-get install -y --no-install-recommends {PYTHON}", environment, "/")
+        finished.touch()
     environment |= {"PIP_EXTRA_INDEX_URL": ""} | carry_pip_configuration(root)
     for folder in ("src", "wheels", "opt/kvloom", "cache"):
         shutil.rmtree(root / folder, ignore_errors=True)

@@ -113,6 +113,17 @@ def test_the_dashboard_shows_every_metric_there_is_and_no_other(server):
     assert {re.sub("_(bucket|sum|count)$", "", name) if name in histograms else name for name in shown} == kinds.keys()
 
 
+def test_the_dashboard_asks_the_data_source_that_is_provisioned():
+    provisioning = DOCKER / "grafana" / "provisioning"
+    [source] = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    asked = {part["datasource"]["uid"] for panel in PANELS for part in (panel, *panel["targets"])}
+    assert asked == {source["uid"]}
+    assert source["url"] == "http://prometheus:9090"
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "kvloom.yaml").read_text())["providers"]
+    mounts = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounts
+
+
 # addresses, signals and shared memory as in a container
 
 
