@@ -10,6 +10,7 @@ import typer
 
 from kvloom.errors import KvloomError, LaunchError
 from kvloom.interrupts import Interrupts
+from kvloom.ports import HOST, Ports
 
 if TYPE_CHECKING:
     from kvloom.launch import Server
@@ -53,6 +54,7 @@ def serve(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
     health_port: Annotated[int, typer.Option(min=0, max=65535, help="GET /health/ready: 200 or 503.")] = 8003,
+    host: Annotated[str, typer.Option(help="Address of all four; nothing controls access.", metavar="ADDRESS")] = HOST,
     assignments: Assignments = None,
     binary: Binary = None,
     model_repository: Repository = None,
@@ -61,9 +63,7 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Start tritonserver and watch it until Ctrl-C or SIGTERM."""
-    from kvloom.ports import Ports
-
-    ports = Ports(http_port, grpc_port, metrics_port, health_port)
+    ports = Ports(http_port, grpc_port, metrics_port, health_port, host)
     with Interrupts() as interrupts:
         try:
             with _start(

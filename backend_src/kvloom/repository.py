@@ -1,6 +1,7 @@
 """The model repository that a server is started on: a copy of kvloom's own, with the settings of this start."""
 
 import shutil
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,15 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from kvloom.config import Settings
 from kvloom.errors import LaunchError, ModelError, SettingsError
 
-SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
-"""The repository in the source tree that kvloom is installed from."""
+
+def _source() -> Path:
+    in_source_tree = Path(__file__).resolve().parents[2] / "model_repository"
+    installed = Path(sysconfig.get_path("data")) / "share" / "kvloom" / "model_repository"
+    return in_source_tree if in_source_tree.is_dir() else installed
+
+
+SOURCE = _source()
+"""kvloom's own repository: in the source tree that kvloom runs from, else where its wheel put it."""
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, str]:
