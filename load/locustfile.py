@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import random
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +21,6 @@ import grpc.experimental.gevent
 from locust import LoadTestShape, User, events, task
 
 from kvloom_client import Client, HttpClient, KvloomClientError
-from kvloom_client.stream import Stream
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
 from kvloom_load.scenarios import SCENARIOS, Ask, Conversation, requests
@@ -84,6 +84,8 @@ def grpc_client(address: str) -> Client:
 @cache
 def http_client(address: str) -> HttpClient:
     """One client; each request has a connection of its own."""
+    # gevent starts what looks addresses up with the first one; not in the time of the first answer
+    socket.getaddrinfo(address.rpartition(":")[0], None)
     return HttpClient(address)
 
 
@@ -100,9 +102,10 @@ class StreamUser(User):
         self.rng = random.Random(f"{options.seed} {next(self.numbers)}")
         self.kinds = read_kinds(Path(options.lengths))
         self.asks: Iterator[Ask] = requests(SCENARIOS[options.scenario], self.kinds, self.rng)
+        self.client = self.connect()
 
-    def stream(self, **request: Any) -> Stream:
-        """Send a request."""
+    def connect(self) -> Client | HttpClient:
+        """The client to ask with."""
         raise NotImplementedError
 
     @task
@@ -120,7 +123,7 @@ class StreamUser(User):
         record.answers.append(arrivals)
         texts: list[str] = []
         try:
-            with self.stream(timeout=self.options.answer_timeout, **ask.request) as stream:
+            with self.client.stream(timeout=self.options.answer_timeout, **ask.request) as stream:
                 for chunk in stream:
                     arrivals.add(chunk, time.monotonic())
                     texts.append(chunk.text)
@@ -165,9 +168,9 @@ class GrpcUser(StreamUser):
 
     host = "127.0.0.1:8001"
 
-    def stream(self, **request: Any) -> Stream:
-        """Send a request over gRPC."""
-        return grpc_client(self.host).stream(**request)
+    def connect(self) -> Client:
+        """The client of all users."""
+        return grpc_client(self.host)
 
 
 class SseUser(StreamUser):
@@ -175,9 +178,9 @@ class SseUser(StreamUser):
 
     host = "127.0.0.1:8000"
 
-    def stream(self, **request: Any) -> Stream:
-        """Send a request over HTTP."""
-        return http_client(self.host).stream(**request)
+    def connect(self) -> HttpClient:
+        """The client of all users."""
+        return http_client(self.host)
 
 
 class ChatUser(GrpcUser):

@@ -33,6 +33,9 @@ Ttft = Annotated[float, typer.Option(help="Target for the first token of a good 
 Itl = Annotated[float, typer.Option(help="Target for the mean time between its tokens.")]
 Timeout = Annotated[int, typer.Option(help="Seconds an answer may take.")]
 Name = Annotated[str, typer.Option(help="Name of the report.")]
+Folder = Annotated[Path, typer.Option(help="Where the report goes.", metavar="DIR")]
+
+REPORTS = Path("build/reports")
 
 
 @app.command()
@@ -47,10 +50,11 @@ def run(
     itl_ms: Itl = Target.itl_ms,
     answer_timeout: Timeout = Plan.answer_timeout,
     name: Name = "load",
+    folder: Folder = REPORTS,
 ) -> None:
     """Test one server."""
     comparison = Comparison((Configuration(),), scenario, user)
-    _test(name, comparison, users, seconds, lengths, assignments, Target(ttft_ms, itl_ms), answer_timeout)
+    _test(name, comparison, users, seconds, lengths, assignments, Target(ttft_ms, itl_ms), answer_timeout, folder)
 
 
 @app.command()
@@ -63,12 +67,13 @@ def compare(
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
     answer_timeout: Timeout = Plan.answer_timeout,
+    folder: Folder = REPORTS,
 ) -> None:
     """Test two configurations of the server, one after the other, and show them side by side."""
     if what not in COMPARISONS:
         raise typer.BadParameter(f"{what}: one of {', '.join(COMPARISONS)}")
     target = Target(ttft_ms, itl_ms)
-    _test(f"load-{what}", COMPARISONS[what], users, seconds, lengths, assignments, target, answer_timeout)
+    _test(f"load-{what}", COMPARISONS[what], users, seconds, lengths, assignments, target, answer_timeout, folder)
 
 
 def _test(
@@ -80,6 +85,7 @@ def _test(
     assignments: list[str] | None,
     target: Target,
     answer_timeout: int,
+    folder: Path,
 ) -> None:
     settings = parse_assignments(assignments or [])
     plan = Plan(
@@ -90,12 +96,12 @@ def _test(
         answer_timeout=answer_timeout,
         stop_timeout=answer_timeout,
     )
-    report.FOLDER.mkdir(parents=True, exist_ok=True)
+    REPORTS.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for number, configuration in enumerate(comparison.configurations):
         with serve(configuration, settings) as server:
             for count in map(int, users.split(",")):
-                page = report.FOLDER / f"{name}-locust-{number}-{count}.html"
+                page = REPORTS / f"{name}-locust-{number}-{count}.html"
                 rows.append(row(drive(server, plan, count, page), configuration.name, target))
     add_efficiency(rows)
     meta = {
@@ -115,7 +121,7 @@ def _test(
         "versions": {name: version(name) for name in ("kvloom", "locust", "nvidia-pytriton", "torch")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    page = report.write(name, meta, rows)
+    page = report.write(folder, name, meta, rows)
     report.show(rows)
     print(f"report: {page}")
 

@@ -57,7 +57,8 @@ def shares(rows: Sequence[Row], title: str, unit: str, buckets_of: Callable[[Row
         left = [before + part for before, part in zip(left, parts, strict=True)]
     axes.invert_yaxis()
     axes.set(title=title, xlim=(0, 1), xlabel="share")
-    axes.legend(title=unit, loc="center left", bbox_to_anchor=(1, 0.5))
+    if bounds:
+        axes.legend(title=unit, loc="center left", bbox_to_anchor=(1, 0.5))
     return _svg(figure)
 
 

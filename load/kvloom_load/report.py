@@ -12,18 +12,17 @@ from rich.table import Table
 
 from kvloom_load import plots
 
-FOLDER = Path("build/reports")
 TEMPLATE = "report.html.jinja"
 PIPE_WIDTH = 150
 
 Row = dict[str, Any]
 
 
-def write(name: str, meta: dict[str, Any], rows: list[Row]) -> Path:
+def write(folder: Path, name: str, meta: dict[str, Any], rows: list[Row]) -> Path:
     """Write NAME.json and NAME.html; returns the page's path."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1), encoding="utf-8")
-    page = FOLDER / f"{name}.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1), encoding="utf-8")
+    page = folder / f"{name}.html"
     page.write_text(html(meta, rows), encoding="utf-8")
     return page
 

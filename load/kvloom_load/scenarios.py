@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from kvloom_client import RequestArguments
 from kvloom_load.lengths import Kind
 
-IDS = range(40, 300)
-"""Token ids that prompts are made of: plain text in the usual vocabularies, and there in the smallest ones too."""
-
-WORDS = ("the", "a", "dog", "river", "time", "day", "night", "king", "road", "tree", "light", "book", "city", "story")
+WORDS = (
+    "the of and to in is that for it was on with as his they at be this from have or by one had not but what all were"
+    " when we there can an your which their said if do will each about how up out them then she many some so these"
+    " would other into has more her two like him see time could no make than first been its who now people my made"
+    " over did down only way find use may water long little very after words called just where most know"
+).split()  # noqa: SIM905 a list of one word a line is no easier to read
+"""What prompts are made of: each is one token of the usual vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,15 @@ class Ask:
 
 def requests(scenario: Scenario, kinds: Mapping[str, Kind], rng: random.Random) -> Iterator[Ask]:
     """The requests of one user, without end. Answers have exactly the length that was drawn."""
-    prefix = random.Random("shared").choices(IDS, k=scenario.shared_tokens)
+    prefix = random.Random("shared").choices(WORDS, k=scenario.shared_tokens)
     names, weights = zip(*scenario.mix, strict=True)
     while True:
         kind = kinds[rng.choices(names, weights)[0]]
         tokens = kind.output.draw(rng)
         cancelled = rng.random() < scenario.cancelled
-        ids = prefix + rng.choices(IDS, k=kind.prompt.draw(rng))
+        prompt = " ".join(prefix + rng.choices(WORDS, k=kind.prompt.draw(rng)))
         yield Ask(
-            RequestArguments(input_ids=ids, max_tokens=tokens, temperature=0.0, ignore_eos=True),
+            RequestArguments(text_input=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True),
             rng.randint(1, tokens) if cancelled else None,
         )
 
