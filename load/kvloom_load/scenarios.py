@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from kvloom_client import RequestArguments
 from kvloom_load.lengths import Kind
 
-WORDS = (
+WORDS = (  # noqa: SIM905 as a list it would be a line for each word
     "the of and to in is that for it was on with as his they at be this from have or by one had not but what all were"
     " when we there can an your which their said if do will each about how up out them then she many some so these"
     " would other into has more her two like him see time could no make than first been its who now people my made"
     " over did down only way find use may water long little very after words called just where most know"
-).split()  # noqa: SIM905 a list of one word a line is no easier to read
+).split()
 """What prompts are made of: each is one token of the usual vocabularies."""
 
 

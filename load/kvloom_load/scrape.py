@@ -80,6 +80,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "Watch":
+        self._settle()
         self._look()
         self._thread.start()
         return self
@@ -87,8 +88,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        # what the engine did last is in its metrics only now
-        time.sleep(PERIOD_S)
+        self._settle()
         self._look()
 
     def between(self, begin: float, end: float) -> Metrics:
@@ -106,6 +106,10 @@ class Watch:
                 self._look()
             except OSError:
                 continue
+
+    def _settle(self) -> None:
+        """Wait until what the engine did last is in its metrics."""
+        time.sleep(PERIOD_S)
 
     def _look(self) -> None:
         self.seen.append((time.monotonic(), Metrics.read(self._url)))
