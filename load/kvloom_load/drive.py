@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.launch import Server
+from kvloom_client import Client
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE
 from kvloom_load.scrape import Metrics, TritonStats, Watch
@@ -115,7 +116,13 @@ def run_locust(address: str, plan: Plan, users: int, html: Path | None = None) -
 
 
 def drive(server: Server, plan: Plan, users: int, html: Path | None = None) -> Run:
-    """Let ``users`` users do what the plan says, and watch the server. As ``run_locust``."""
+    """Let ``users`` users do what the plan says, and watch the server, whose prefix cache is empty at first.
+
+    Raises:
+        subprocess.CalledProcessError: as ``run_locust``.
+    """
+    with Client(server.grpc_url) as client:
+        client.control("flush", timeout=plan.answer_timeout)
     address = server.http_url.removeprefix("http://") if plan.user == "SseUser" else server.grpc_url
     before = {model: TritonStats.read(server.http_url, model) for model in MODELS}
     with Watch(server.metrics_url) as watch:
