@@ -24,20 +24,22 @@ WIDTH = 6.0
 def over_users(rows: Sequence[Row], title: str, unit: str, lines: dict[str, Callable[[Row], float | None]]) -> str:
     """Figures over the number of users; a colour for each configuration, a style for each of ``lines``."""
     figure, axes = _figure(3.0)
+    highest = 0.0
     for number, configuration in enumerate(_configurations(rows)):
         for style, (name, figure_of) in zip(("-", "--", ":"), lines.items(), strict=False):
-            points = [
-                (row["users"], value)
+            points = {
+                row["users"]: value
                 for row in sorted(rows, key=lambda row: row["users"])
                 if row["configuration"] == configuration and (value := figure_of(row)) is not None
-            ]
+            }
             label = f"{configuration}, {name}" if len(lines) > 1 else configuration
-            axes.plot(*zip(*points, strict=True) if points else ([], []), f"o{style}", color=f"C{number}", label=label)
+            axes.plot(list(points), list(points.values()), f"o{style}", color=f"C{number}", label=label)
+            highest = max([highest, *points.values()])
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["users"] for row in rows}))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * highest or 1)
     axes.set(title=title, xlabel="users", ylabel=unit)
     axes.legend()
     return _svg(figure)
@@ -45,9 +47,9 @@ def over_users(rows: Sequence[Row], title: str, unit: str, lines: dict[str, Call
 
 def shares(rows: Sequence[Row], title: str, unit: str, buckets_of: Callable[[Row], Buckets]) -> str:
     """A bar for each test, divided by how often each range of values occurred."""
-    figure, axes = _figure(1.2 + 0.28 * len(rows))
     counted = [dict(buckets_of(row)) for row in rows]
     bounds = sorted({bound for buckets in counted for bound in buckets}, key=lambda bound: bound or float("inf"))
+    figure, axes = _figure(max(1.2 + 0.28 * len(rows), 0.6 + 0.2 * len(bounds)))
     left = [0.0] * len(rows)
     for number, bound in enumerate(bounds):
         parts = [buckets.get(bound, 0) / max(1, sum(buckets.values())) for buckets in counted]
