@@ -156,10 +156,10 @@ def assert_h39(seen: Seen, users: int, paused: list[float], took: float, plan: P
 
 
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
-    plan = Plan(seconds=12, answer_timeout=4, stop_timeout=5)
-    with paced(tmp_path / "log", 40, 0.05, 0.05) as server:
+    plan = Plan(seconds=12, answer_timeout=3, stop_timeout=5)
+    with paced(tmp_path / "log", 30, 0.05, 0.05) as server:
         begin = time.monotonic()
-        paused = pause(server.process.send_signal, after=5, length=3)
+        paused = pause(server.process.send_signal, after=5, length=3.5)
         seen = run_locust(server.url, plan, users=50)
         took = time.monotonic() - begin
     assert_h39(seen, 50, paused, took, plan, fails=True)

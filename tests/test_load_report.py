@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,14 +15,17 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from kvloom.launch import Server
+from kvloom.repository import ModelRepository
 from kvloom_client import Chunk
 from kvloom_load import comparisons, report
 from kvloom_load.arrivals import Arrivals
-from kvloom_load.drive import Run, Seen
+from kvloom_load.drive import USERS, Plan, Run, Seen, drive
 from kvloom_load.figures import Target, add_efficiency, row, summary
 from kvloom_load.lengths import DEFAULT_FILE, Kind, Lengths, read_kinds
 from kvloom_load.scenarios import SCENARIOS, Conversation, Scenario, requests
 from kvloom_load.scrape import Metrics, TritonStats, Watch
+from server import assert_idle
 from tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -363,12 +367,20 @@ def test_every_comparison(tmp_path, what):
         assert alone["engine"]["queue_ms"] > together["engine"]["queue_ms"]
 
 
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory) -> Iterator[Server]:
+    model = make_tiny(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=8192)
+    settings = {"model": str(model), "weights": "fp32", "kv_blocks": "2048", "block_size": "16", "threads": "1"}
+    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server:
+        yield server
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("user", ["GrpcUser", "SseUser", "ChatUser"])
+@pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_every_user_in_every_scenario(tmp_path, user, scenario):
-    content = load(tmp_path, "run", "--user", user, "--scenario", scenario, "--users", "8", "--seconds", "10")
-    [figures] = content["rows"]
+def test_every_user_in_every_scenario(tiny_server, user, scenario):
+    figures = row(drive(tiny_server, Plan(user, scenario, seconds=5), users=8), "tiny", Target())
     assert figures["ok"]
     assert not figures["failed"] + figures["cut"]
     assert bool(figures["cancelled"]) == (scenario == "cancel_storm" and user != "ChatUser")
+    assert_idle(tiny_server)
