@@ -34,6 +34,9 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 TURNS = 4
 """Turns of a chat."""
 
+AFTER_FAILURE_S = 0.5
+"""Seconds that a user waits after a failed answer."""
+
 CYCLE_S = 60
 """Length of a scenario in a test without end."""
 
@@ -120,7 +123,8 @@ class StreamUser(User):
     def read(self, ask: Ask) -> str | None:
         """Ask and read the answer; its text, or None if it failed."""
         arrivals = Arrivals(time.monotonic(), outcome="cut")
-        record.answers.append(arrivals)
+        if self.options.answers_file:  # a test without end would fill the memory
+            record.answers.append(arrivals)
         texts: list[str] = []
         try:
             with self.client.stream(timeout=self.options.answer_timeout, **ask.request) as stream:
@@ -134,9 +138,12 @@ class StreamUser(User):
             arrivals.outcome = "failed"
             # no time: how long it took to fail says nothing about answers
             self._fire(response_time=None, response_length=arrivals.tokens, exception=error)
-            return None
         finally:
             arrivals.end = time.monotonic()
+        if arrivals.outcome == "failed":
+            # a server that refuses at once is not to be stormed
+            time.sleep(AFTER_FAILURE_S)
+            return None
         if stream.cancelled:
             arrivals.outcome = "cancelled"
             self._log("cancelled", [arrivals.end - cancelled_at])
