@@ -1,14 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve test test-all lint clean
+.PHONY: setup demo serve load test test-all lint clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml client/pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"kvloom needs Python 3.11 to 3.13, $(PYTHON) is {v[0]}.{v[1]}; call make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt -e ./client -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt -e ./client -e '.[dev,load]'
 	@touch $@
 
 demo: setup
@@ -16,6 +16,9 @@ demo: setup
 
 serve: setup
 	$(BIN)/kvloom serve
+
+load: setup
+	$(BIN)/python load/run.py run
 
 lint: setup
 	$(BIN)/ruff check .

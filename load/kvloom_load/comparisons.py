@@ -1,0 +1,82 @@
+"""Configurations of a server that are worth comparing, and how to start one."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from kvloom.launch import Server
+from kvloom.repository import SOURCE, ModelRepository
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to run the server.
+
+    Attributes:
+        name: for the report.
+        settings: kvloom's settings that differ from their defaults.
+        batcher_delay_us: how long Triton's dynamic batcher of `generate` holds a request back to find it company.
+    """
+
+    name: str = "default"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    batcher_delay_us: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Configurations, and the load that shows how they differ."""
+
+    configurations: tuple[Configuration, ...]
+    scenario: str = "steady"
+    user: str = "GrpcUser"
+
+
+COMPARISONS = {
+    "max_running": Comparison(
+        (
+            Configuration("max_running=1", {"max_running": "1"}),
+            Configuration("max_running=32", {"max_running": "32"}),
+        ),
+    ),
+    "prefix_cache": Comparison(
+        (
+            Configuration("prefix_cache=false", {"prefix_cache": "false"}),
+            Configuration("prefix_cache=true", {"prefix_cache": "true"}),
+        ),
+        scenario="shared_prefix",
+    ),
+    "batcher_delay": Comparison(
+        (
+            Configuration("generate: no delay"),
+            Configuration("generate: delay of 5 ms", batcher_delay_us=5000),
+        ),
+        user="SseUser",
+    ),
+}
+
+
+@contextmanager
+def serve(configuration: Configuration, settings: Mapping[str, str]) -> Iterator[Server]:
+    """A server of that configuration on free ports, stopped on leaving. ``settings`` are for every configuration."""
+    with tempfile.TemporaryDirectory(prefix="kvloom-load-") as folder:
+        source = SOURCE
+        if configuration.batcher_delay_us:
+            source = Path(folder, "source")
+            shutil.copytree(SOURCE, source)
+            _delay(source / "generate" / "config.pbtxt", configuration.batcher_delay_us)
+        repository = ModelRepository({**settings, **configuration.settings}, source)
+        with Server.start(repository, exit_timeout_s=5) as server:
+            yield server
+
+
+def _delay(path: Path, microseconds: int) -> None:
+    config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    config.dynamic_batching.max_queue_delay_microseconds = microseconds
+    path.write_text(text_format.MessageToString(config), encoding="utf-8")

@@ -1,0 +1,131 @@
+"""Runs Locust against a server and watches the server meanwhile."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvloom.launch import Server
+from kvloom_client import Client
+from kvloom_load.arrivals import Arrivals
+from kvloom_load.lengths import DEFAULT_FILE
+from kvloom_load.scrape import Metrics, TritonStats, Watch
+
+LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
+MODELS = ("llm", "generate")
+USERS = ("GrpcUser", "SseUser", "ChatUser")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What Locust is to do.
+
+    Attributes:
+        user: class of the users, one of USERS.
+        scenario: name in scenarios.SCENARIOS.
+        seconds: how long users begin new questions.
+        lengths: file of prompt and answer lengths.
+        answer_timeout: seconds an answer may take.
+        stop_timeout: seconds that running answers get at the end; those that take longer are cut.
+        seed: the same seed asks the same questions.
+    """
+
+    user: str = "GrpcUser"
+    scenario: str = "steady"
+    seconds: int = 20
+    lengths: Path = DEFAULT_FILE
+    answer_timeout: int = 60
+    stop_timeout: int = 60
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the users of one test saw.
+
+    Attributes:
+        begin: when it began, of time.monotonic.
+        answers: every answer, as its user saw it.
+        statistics: Locust's own, one for every row, as its ``--json-file`` has them.
+    """
+
+    begin: float
+    answers: list[Arrivals]
+    statistics: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One test: what users saw and what the server counted.
+
+    Attributes:
+        users: how many users there were.
+        seconds: how long they began new questions.
+        seen: what they saw.
+        watch: the server's metrics through the test.
+        triton: Triton's statistics of each model, over the test.
+    """
+
+    users: int
+    seconds: int
+    seen: Seen
+    watch: Watch
+    triton: dict[str, TritonStats]
+
+    @property
+    def whole(self) -> Metrics:
+        """The engine's metrics over the test with its last answers."""
+        return self.watch.seen[-1][1].since(self.watch.seen[0][1])
+
+    @property
+    def full(self) -> Metrics:
+        """The engine's metrics over the time in which all users asked."""
+        return self.watch.between(self.seen.begin, self.seen.begin + self.seconds)
+
+
+def run_locust(address: str, plan: Plan, users: int, html: Path | None = None) -> Seen:
+    """Let ``users`` users ask the server at ``address``. ``html``: where Locust's own report goes.
+
+    Raises:
+        subprocess.CalledProcessError: Locust itself failed; answers that fail are part of the result.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvloom-load-") as folder:
+        answers, statistics = Path(folder, "answers.json"), Path(folder, "statistics.json")
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), plan.user, "--headless"),
+                *("--host", address, "--users", str(users), "--spawn-rate", str(users)),
+                *("--run-time", f"{plan.seconds}s", "--stop-timeout", str(plan.stop_timeout)),
+                *("--scenario", plan.scenario, "--lengths", str(plan.lengths), "--seed", str(plan.seed)),
+                *("--answer-timeout", str(plan.answer_timeout), "--answers-file", str(answers)),
+                *("--json-file", str(statistics.with_suffix("")), "--only-summary", "--loglevel", "WARNING"),
+                *("--exit-code-on-error", "0"),
+                *(("--html", str(html)) if html else ()),
+            ],
+            check=True,
+        )
+        record = json.loads(answers.read_text())
+        return Seen(
+            begin=record["begin"],
+            answers=[Arrivals(**answer) for answer in record["answers"]],
+            statistics=json.loads(statistics.read_text()),
+        )
+
+
+def drive(server: Server, plan: Plan, users: int, html: Path | None = None) -> Run:
+    """Let ``users`` users do what the plan says, and watch the server, whose prefix cache is empty at first.
+
+    Raises:
+        subprocess.CalledProcessError: as ``run_locust``.
+    """
+    with Client(server.grpc_url) as client:
+        client.control("flush", timeout=plan.answer_timeout)
+    address = server.http_url.removeprefix("http://") if plan.user == "SseUser" else server.grpc_url
+    before = {model: TritonStats.read(server.http_url, model) for model in MODELS}
+    with Watch(server.metrics_url) as watch:
+        seen = run_locust(address, plan, users, html)
+    after = {model: TritonStats.read(server.http_url, model) for model in MODELS}
+    return Run(users, plan.seconds, seen, watch, {model: after[model].since(before[model]) for model in MODELS})

@@ -1,0 +1,106 @@
+"""What the users of a load test do: how many there are at which time, and what they ask for."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvloom_client import RequestArguments
+from kvloom_load.lengths import Kind
+
+WORDS = (  # noqa: SIM905 as a list it would be a line for each word
+    "the of and to in is that for it was on with as his they at be this from have or by one had not but what all were"
+    " when we there can an your which their said if do will each about how up out them then she many some so these"
+    " would other into has more her two like him see time could no make than first been its who now people my made"
+    " over did down only way find use may water long little very after words called just where most know"
+).split()
+"""What prompts are made of: each is one token of the usual vocabularies."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load test.
+
+    Attributes:
+        about: what it shows, in a few words.
+        load: share of the users that is there in each of the run's equal parts.
+        mix: kinds of requests in the file of lengths, and how often each occurs.
+        shared_tokens: length of the beginning that all prompts have in common.
+        cancelled: share of the requests that are cancelled somewhere in mid-answer.
+    """
+
+    about: str
+    load: tuple[float, ...] = (1.0,)
+    mix: tuple[tuple[str, float], ...] = (("chat", 1.0),)
+    shared_tokens: int = 0
+    cancelled: float = 0.0
+
+    def users_at(self, share: float, users: int) -> int:
+        """How many of ``users`` are there when that share of the run is over."""
+        part = min(int(share * len(self.load)), len(self.load) - 1)
+        return max(1, round(self.load[part] * users))
+
+
+SCENARIOS = {
+    "steady": Scenario("the same number of users all the time"),
+    "ramp": Scenario("more users in every eighth of the run", load=tuple(part / 8 for part in range(1, 9))),
+    "burst": Scenario("few users, and twice suddenly all of them", load=(0.125, 1.0, 0.125, 1.0, 0.125)),
+    "shared_prefix": Scenario("prompts that begin with the same 256 tokens", shared_tokens=256),
+    "long_short": Scenario("a long prompt among four short ones", mix=(("chat", 4.0), ("long", 1.0))),
+    "cancel_storm": Scenario("every second answer is cancelled on its way", cancelled=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a user.
+
+    Attributes:
+        request: what is asked for.
+        cancel_after: tokens after which the user cancels the answer; None waits for its end.
+    """
+
+    request: RequestArguments
+    cancel_after: int | None = None
+
+
+def requests(scenario: Scenario, kinds: Mapping[str, Kind], rng: random.Random) -> Iterator[Ask]:
+    """The requests of one user, without end. Answers have exactly the length that was drawn."""
+    prefix = random.Random("shared").choices(WORDS, k=scenario.shared_tokens)
+    names, weights = zip(*scenario.mix, strict=True)
+    while True:
+        kind = kinds[rng.choices(names, weights)[0]]
+        tokens = kind.output.draw(rng)
+        cancelled = rng.random() < scenario.cancelled
+        prompt = " ".join(prefix + rng.choices(WORDS, k=kind.prompt.draw(rng)))
+        yield Ask(
+            RequestArguments(text_input=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True),
+            rng.randint(1, tokens) if cancelled else None,
+        )
+
+
+class Conversation:
+    """A chat whose every turn sends all that was said before."""
+
+    def __init__(self, kind: Kind, rng: random.Random):
+        self._kind = kind
+        self._rng = rng
+        self._messages: list[dict[str, str]] = []
+
+    def turn(self) -> Ask:
+        """The user says something."""
+        self._messages.append({"role": "user", "content": " ".join(self._rng.choices(WORDS, k=self._words()))})
+        return Ask(
+            RequestArguments(
+                messages=list(self._messages),
+                max_tokens=self._kind.output.draw(self._rng),
+                temperature=0.0,
+                ignore_eos=True,
+            )
+        )
+
+    def answered(self, text: str) -> None:
+        """The model has said something."""
+        self._messages.append({"role": "assistant", "content": text})
+
+    def _words(self) -> int:
+        return self._kind.prompt.draw(self._rng)

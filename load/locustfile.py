@@ -1,0 +1,226 @@
+"""Locust users that read streamed answers. ``locust -f load/locustfile.py GrpcUser``, or through ``load/run.py``.
+
+Locust's request statistics are of whole answers. Rows beside them carry what matters of a stream: TTFT (to the first
+token that shows), ITL (between two tokens; its request rate is the token rate) and tokens/s (of an answer). Answers
+that failed are failures of Locust's and in none of these figures; those that were cancelled have a row of their own.
+"""
+
+import itertools
+import json
+import logging
+import random
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc.experimental.gevent
+from locust import LoadTestShape, User, events, task
+
+from kvloom_client import Client, HttpClient, KvloomClientError
+from kvloom_load.arrivals import Arrivals
+from kvloom_load.lengths import DEFAULT_FILE, read_kinds
+from kvloom_load.scenarios import SCENARIOS, Ask, Conversation, requests
+
+# before the first channel: gRPC then waits in threads of gevent's pool instead of blocking every user
+grpc.experimental.gevent.init_gevent()
+
+# a line for every request
+logging.getLogger("httpx2").setLevel(logging.WARNING)
+
+TURNS = 4
+"""Turns of a chat."""
+
+AFTER_FAILURE_S = 0.5
+"""Seconds that a user waits after a failed answer."""
+
+CYCLE_S = 60
+"""Length of a scenario in a test without end."""
+
+
+@events.init_command_line_parser.add_listener
+def _options(parser: Any) -> None:
+    group = parser.add_argument_group("kvloom")
+    group.add_argument("--scenario", choices=list(SCENARIOS), default="steady", help="What the users do.")
+    group.add_argument("--lengths", default=str(DEFAULT_FILE), help="JSON file of prompt and answer lengths.")
+    group.add_argument("--answer-timeout", type=float, default=60.0, help="Seconds an answer may take.")
+    group.add_argument("--seed", type=int, default=0, help="The same seed asks the same questions.")
+    group.add_argument("--answers-file", default="", help="Write every answer's times there, as JSON.")
+
+
+class Record:
+    """Every answer of this process, for the batching report."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """A test begins."""
+        self.begin = time.monotonic()
+        self.answers: list[Arrivals] = []
+
+
+record = Record()
+
+
+@events.test_start.add_listener
+def _begin(**_: Any) -> None:
+    record.clear()
+
+
+@events.quitting.add_listener
+def _write(environment: Any, **_: Any) -> None:
+    if environment.parsed_options.answers_file:
+        content = {"begin": record.begin, "answers": [asdict(arrivals) for arrivals in record.answers]}
+        Path(environment.parsed_options.answers_file).write_text(json.dumps(content))
+
+
+@cache
+def grpc_client(address: str) -> Client:
+    """One connection for all users: with one for each, they would need as many of gevent's few threads."""
+    return Client(address)
+
+
+@cache
+def http_client(address: str) -> HttpClient:
+    """One client; each request has a connection of its own."""
+    # gevent starts what looks addresses up with the first one; not in the time of the first answer
+    socket.getaddrinfo(address.rpartition(":")[0], None)
+    return HttpClient(address)
+
+
+class StreamUser(User):
+    """Asks, reads the answer as it comes, and asks again at once."""
+
+    abstract = True
+    numbers = itertools.count()
+
+    def on_start(self) -> None:
+        """Prepare this user's own questions."""
+        options = self.environment.parsed_options
+        self.options = options
+        self.rng = random.Random(f"{options.seed} {next(self.numbers)}")
+        self.kinds = read_kinds(Path(options.lengths))
+        self.asks: Iterator[Ask] = requests(SCENARIOS[options.scenario], self.kinds, self.rng)
+        self.client = self.connect()
+
+    def connect(self) -> Client | HttpClient:
+        """The client to ask with."""
+        raise NotImplementedError
+
+    @task
+    def act(self) -> None:
+        """What a user does again and again."""
+        self.ask()
+
+    def ask(self) -> None:
+        """One question and its answer."""
+        self.read(next(self.asks))
+
+    def read(self, ask: Ask) -> str | None:
+        """Ask and read the answer; its text, or None if it failed."""
+        arrivals = Arrivals(time.monotonic(), outcome="cut")
+        if self.options.answers_file:  # a test without end would fill the memory
+            record.answers.append(arrivals)
+        texts: list[str] = []
+        try:
+            with self.client.stream(timeout=self.options.answer_timeout, **ask.request) as stream:
+                for chunk in stream:
+                    arrivals.add(chunk, time.monotonic())
+                    texts.append(chunk.text)
+                    if ask.cancel_after and arrivals.tokens >= ask.cancel_after and not stream.cancelled:
+                        cancelled_at = time.monotonic()
+                        stream.cancel()
+        except KvloomClientError as error:
+            arrivals.outcome = "failed"
+            # no time: how long it took to fail says nothing about answers
+            self._fire(response_time=None, response_length=arrivals.tokens, exception=error)
+        finally:
+            arrivals.end = time.monotonic()
+        if arrivals.outcome == "failed":
+            # a server that refuses at once is not to be stormed
+            time.sleep(AFTER_FAILURE_S)
+            return None
+        if stream.cancelled:
+            arrivals.outcome = "cancelled"
+            self._log("cancelled", [arrivals.end - cancelled_at])
+        else:
+            arrivals.outcome = "ok"
+            self._succeed(arrivals)
+        return "".join(texts)
+
+    def _succeed(self, arrivals: Arrivals) -> None:
+        self._fire(response_time=arrivals.seconds * 1000, response_length=arrivals.tokens, exception=None)
+        if arrivals.ttft is not None:
+            self._log("TTFT", [arrivals.ttft])
+        self._log("ITL", arrivals.gaps)
+        # no time, though the column says milliseconds
+        self._log("tokens/s", [arrivals.tokens / arrivals.seconds / 1000])
+
+    def _fire(self, **figures: Any) -> None:
+        self.environment.events.request.fire(request_type="answer", name=self.options.scenario, context={}, **figures)
+
+    def _log(self, kind: str, seconds: list[float]) -> None:
+        """Into a row of its own, past Locust's aggregate: that one is of answers."""
+        entry = self.environment.stats.entries[self.options.scenario, kind]
+        for value in seconds:
+            entry.log(value * 1000, 0)
+
+
+class GrpcUser(StreamUser):
+    """Streams from `llm` over gRPC."""
+
+    host = "127.0.0.1:8001"
+
+    def connect(self) -> Client:
+        """The client of all users."""
+        return grpc_client(self.host)
+
+
+class SseUser(StreamUser):
+    """Streams from `generate` over HTTP, as server-sent events."""
+
+    host = "127.0.0.1:8000"
+
+    def connect(self) -> HttpClient:
+        """The client of all users."""
+        return http_client(self.host)
+
+
+class ChatUser(GrpcUser):
+    """Holds conversations of some turns over gRPC; each turn sends all that was said before."""
+
+    conversation: Conversation | None = None
+    turns_left = 0
+
+    def ask(self) -> None:
+        """One turn; after the last one, or one that failed, a new conversation begins."""
+        if self.conversation is None or self.turns_left == 0:
+            self.conversation = Conversation(self.kinds["turn"], self.rng)
+            self.turns_left = TURNS
+        text = self.read(self.conversation.turn())
+        self.turns_left -= 1
+        if text is None:
+            self.conversation = None
+        else:
+            self.conversation.answered(text)
+
+
+class Load(LoadTestShape):
+    """The scenario's share of ``--users``, over and over where there is no ``--run-time``."""
+
+    use_common_options = True
+
+    def tick(self) -> tuple[int, float] | None:
+        """How many users there are now, and how fast they come and go."""
+        assert self.runner is not None
+        options = self.runner.environment.parsed_options
+        if options.run_time and self.get_run_time() >= options.run_time:
+            return None
+        length = options.run_time or CYCLE_S
+        users = options.num_users or 1
+        share = self.get_run_time() % length / length
+        return SCENARIOS[options.scenario].users_at(share, users), options.spawn_rate or users
