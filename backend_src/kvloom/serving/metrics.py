@@ -27,19 +27,12 @@ class Metrics:
     def __init__(self, loop: Loop):
         self._loop = loop
         self._seen = Stats()
-        # held nowhere else, so that stop() frees them
+        # these hold the only references, so that stop() frees families and metrics
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
             for name, (kind, description) in FAMILIES.items()
         }
-        self._running = self._metric("kvloom_requests_running")
-        self._waiting = self._metric("kvloom_requests_waiting")
-        self._free = self._metric("kvloom_blocks", state="free")
-        self._used = self._metric("kvloom_blocks", state="used")
-        self._recomputed = self._metric("kvloom_preemptions_total", mode="recompute")
-        self._prompt = self._metric("kvloom_tokens_total", kind="prompt")
-        self._generated = self._metric("kvloom_tokens_total", kind="generated")
-        self._by_reason: dict[str, pb_utils.Metric] = {}
+        self._metrics: dict[tuple[str, ...], pb_utils.Metric] = {}
         self._update(loop.stats)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvloom-metrics", daemon=True)
@@ -49,7 +42,7 @@ class Metrics:
         """End the thread and take the metrics away; Triton's stub crashes over those that are freed after it."""
         self._stop.set()
         self._thread.join()
-        # a family clears its metrics, whoever still holds them
+        self._metrics.clear()
         self._families.clear()
 
     def _run(self) -> None:
@@ -60,17 +53,19 @@ class Metrics:
 
     def _update(self, stats: Stats) -> None:
         seen, self._seen = self._seen, stats
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._free.set(stats.blocks_free)
-        self._used.set(stats.blocks_used)
-        self._recomputed.increment(stats.preemptions - seen.preemptions)
-        self._prompt.increment(stats.prompt_tokens - seen.prompt_tokens)
-        self._generated.increment(stats.generated_tokens - seen.generated_tokens)
+        self._metric("kvloom_requests_running").set(stats.running)
+        self._metric("kvloom_requests_waiting").set(stats.waiting)
+        self._metric("kvloom_blocks", state="free").set(stats.blocks_free)
+        self._metric("kvloom_blocks", state="used").set(stats.blocks_used)
+        self._metric("kvloom_preemptions_total", mode="recompute").increment(stats.preemptions - seen.preemptions)
+        self._metric("kvloom_tokens_total", kind="prompt").increment(stats.prompt_tokens - seen.prompt_tokens)
+        self._metric("kvloom_tokens_total", kind="generated").increment(stats.generated_tokens - seen.generated_tokens)
         for reason, count in stats.finished.items():
-            if reason not in self._by_reason:
-                self._by_reason[reason] = self._metric("kvloom_requests_finished_total", reason=reason)
-            self._by_reason[reason].increment(count - seen.finished.get(reason, 0))
+            finished = self._metric("kvloom_requests_finished_total", reason=reason)
+            finished.increment(count - seen.finished.get(reason, 0))
 
     def _metric(self, family: str, **labels: str) -> "pb_utils.Metric":
-        return self._families[family].Metric(labels=labels)
+        key = (family, *labels.values())
+        if key not in self._metrics:
+            self._metrics[key] = self._families[family].Metric(labels=labels)
+        return self._metrics[key]
