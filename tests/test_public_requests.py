@@ -157,7 +157,7 @@ def test_large_sampling_values(client, server, alone):
                 body = {"text_input": "Hello", "sampling_parameters": json.dumps({key: value})}
                 assert refusal(server, body).startswith(f"INVALID_ARG: {key}: "), key
         words = {"text_input": "Hello", "stop_words": ["a"] * (MAX_TEXTS + 1)}
-        assert refusal(server, words).startswith("INVALID_ARG: stop: at most 1024 strings, not 1025")
+        assert refusal(server, words).startswith("INVALID_ARG: stop: at most 512 strings, not 513")
         assert client.generate(text_input="Hello", sampling_parameters=most, max_tokens=2).num_output_tokens == 2
 
     beside_a_healthy_stream(client, alone, bad)

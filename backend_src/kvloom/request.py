@@ -12,13 +12,13 @@ from kvloom.errors import RequestError
 
 TokenId = Annotated[int, Field(ge=0)]
 
-MAX_TEXTS, MAX_CHARACTERS = 1024, 32_768
+MAX_TEXTS, MAX_CHARACTERS = 512, 16_384
 """The most strings that ``stop`` and ``bad_words`` may have each, and the most characters of them together."""
 
-MAX_STOP_IDS, MAX_BIASES = 1024, 16_384
+MAX_STOP_IDS, MAX_BIASES = 1024, 4096
 """The most ``stop_token_ids`` and the most entries of ``logit_bias``.
 
-Preparing a request with all of these takes no longer than a step, so that neighbours hardly notice it.
+What a request with all of these costs its neighbours is about the time of one small step.
 """
 
 

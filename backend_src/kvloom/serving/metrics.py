@@ -34,6 +34,26 @@ FAMILIES = {
 }
 """Kind and description of each family of metrics."""
 
+GAUGES: dict[str, tuple[str, dict[str, str]]] = {
+    "running": ("kvloom_requests_running", {}),
+    "waiting": ("kvloom_requests_waiting", {}),
+    "blocks_free": ("kvloom_blocks", {"state": "free"}),
+    "blocks_used": ("kvloom_blocks", {"state": "used"}),
+    "blocks_cached": ("kvloom_blocks", {"state": "cached"}),
+    "blocks_swapped": ("kvloom_blocks", {"state": "swapped"}),
+}
+"""What each figure of ``Stats`` is shown as: a family and labels."""
+
+COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
+    "swaps": ("kvloom_preemptions_total", {"mode": "swap"}),
+    "recomputes": ("kvloom_preemptions_total", {"mode": "recompute"}),
+    "prefix_queried": ("kvloom_prefix_tokens_queried_total", {}),
+    "prefix_hit": ("kvloom_prefix_tokens_hit_total", {}),
+    "prompt_tokens": ("kvloom_tokens_total", {"kind": "prompt"}),
+    "generated_tokens": ("kvloom_tokens_total", {"kind": "generated"}),
+}
+"""Likewise; these only grow."""
+
 
 class Metrics:
     """Copies the loop's snapshots and observations to Triton's metrics, from a thread of its own."""
@@ -41,40 +61,18 @@ class Metrics:
     def __init__(self, loop: Loop):
         self._loop = loop
         self._seen = Stats()
-        # held nowhere else, so that stop() frees them
+        # these hold the only references, so that stop() frees families and metrics
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
             for name, (kind, description) in FAMILIES.items()
         }
-        self._gauges: dict[str, pb_utils.Metric] = {
-            "running": self._metric("kvloom_requests_running"),
-            "waiting": self._metric("kvloom_requests_waiting"),
-            "blocks_free": self._metric("kvloom_blocks", state="free"),
-            "blocks_used": self._metric("kvloom_blocks", state="used"),
-            "blocks_cached": self._metric("kvloom_blocks", state="cached"),
-            "blocks_swapped": self._metric("kvloom_blocks", state="swapped"),
-        }
-        self._counters: dict[str, pb_utils.Metric] = {
-            "swaps": self._metric("kvloom_preemptions_total", mode="swap"),
-            "recomputes": self._metric("kvloom_preemptions_total", mode="recompute"),
-            "prefix_queried": self._metric("kvloom_prefix_tokens_queried_total"),
-            "prefix_hit": self._metric("kvloom_prefix_tokens_hit_total"),
-            "prompt_tokens": self._metric("kvloom_tokens_total", kind="prompt"),
-            "generated_tokens": self._metric("kvloom_tokens_total", kind="generated"),
-        }
+        self._metrics: dict[tuple[str, ...], pb_utils.Metric] = {}
         # shown from the start, though nothing moves them yet: no conversation outlives its turn, no policy drops blocks
-        self._constant = [
-            self._metric("kvloom_conversations"),
-            self._metric("kvloom_evicted_blocks_total", policy="full"),
-        ]
-        self._by_reason: dict[str, pb_utils.Metric] = {}
-        self._histograms: dict[str, pb_utils.Metric] = {
-            name.removeprefix("kvloom_"): self._families[name].Metric(
-                labels={}, buckets=_SECONDS if name.endswith("_seconds") else _COUNTS
-            )
-            for name, (kind, _) in FAMILIES.items()
-            if kind == "HISTOGRAM"
-        }
+        self._metric("kvloom_conversations")
+        self._metric("kvloom_evicted_blocks_total", policy="full")
+        for name, (kind, _) in FAMILIES.items():
+            if kind == "HISTOGRAM":
+                self._metric(name)
         self._update(loop.stats)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvloom-metrics", daemon=True)
@@ -84,7 +82,7 @@ class Metrics:
         """End the thread and take the metrics away; Triton's stub crashes over those that are freed after it."""
         self._stop.set()
         self._thread.join()
-        # a family clears its metrics, whoever still holds them
+        self._metrics.clear()
         self._families.clear()
 
     def _run(self) -> None:
@@ -93,19 +91,23 @@ class Metrics:
             if stats is not self._seen:
                 self._update(stats)
             for name, value in self._loop.observations.drain():
-                self._histograms[name].observe(value)
+                self._metric(f"kvloom_{name}").observe(value)
 
     def _update(self, stats: Stats) -> None:
         seen, self._seen = self._seen, stats
-        for name, metric in self._gauges.items():
-            metric.set(getattr(stats, name))
-        for name, metric in self._counters.items():
-            if increase := getattr(stats, name) - getattr(seen, name):
-                metric.increment(increase)
+        for name, (family, labels) in GAUGES.items():
+            self._metric(family, **labels).set(getattr(stats, name))
+        for name, (family, labels) in COUNTERS.items():
+            self._metric(family, **labels).increment(getattr(stats, name) - getattr(seen, name))
         for reason, count in stats.finished.items():
-            if reason not in self._by_reason:
-                self._by_reason[reason] = self._metric("kvloom_requests_finished_total", reason=reason)
-            self._by_reason[reason].increment(count - seen.finished.get(reason, 0))
+            finished = self._metric("kvloom_requests_finished_total", reason=reason)
+            finished.increment(count - seen.finished.get(reason, 0))
 
     def _metric(self, family: str, **labels: str) -> "pb_utils.Metric":
-        return self._families[family].Metric(labels=labels)
+        key = (family, *labels.values())
+        if key not in self._metrics:
+            buckets = {}
+            if FAMILIES[family][0] == "HISTOGRAM":
+                buckets["buckets"] = _SECONDS if family.endswith("_seconds") else _COUNTS
+            self._metrics[key] = self._families[family].Metric(labels=labels, **buckets)
+        return self._metrics[key]

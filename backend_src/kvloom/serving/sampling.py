@@ -71,7 +71,8 @@ def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
         # through JSON, where a list is a tuple and "5" is the only way to write the key 5
         return model.model_validate_json(json.dumps(keys))
     except ValidationError as error:
-        first = error.errors()[0]
+        # without the context: a validator's own error in it, and its frames, would hold this request in a cycle
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         key = _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
         if first["type"] == "extra_forbidden":
             raise InvalidArgument(key, f"unknown key; known: {', '.join(model.model_fields)}") from error
