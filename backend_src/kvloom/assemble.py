@@ -9,7 +9,7 @@ import torch
 from kvloom.config import Settings
 from kvloom.engine import Engine, Limits
 from kvloom.errors import SettingsError
-from kvloom.fetch import default_model
+from kvloom.fetch import cache_folder, default_model
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry, PlainCodec
@@ -17,6 +17,7 @@ from kvloom.kv.storage import Storage
 from kvloom.measure import measure_costs
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
+from kvloom.ops import native
 from kvloom.plan import memory_bytes, pool_blocks
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
@@ -42,6 +43,7 @@ def assemble(settings: Settings) -> Assembly:
         ModelError: the model can't be loaded.
     """
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    native.use(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     context = settings.context_length or spec.context_length

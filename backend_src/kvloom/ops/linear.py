@@ -1,12 +1,17 @@
 """Matrix products with weights that are packed once."""
 
+from ctypes import c_int64
+from typing import Protocol
+
 import torch
 
+from kvloom.ops.native import address, library
+
 BATCH_HINT = 32
-"""Rows per product that the packed layout is chosen for: a decode batch."""
+"""oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
 
 MAX_SUM = 192
-"""Longest sum of fp32 products that oneDNN adds up in one accumulator.
+"""oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
 
 Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
 plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
@@ -14,15 +19,66 @@ exact.
 """
 
 
-class PackedLinear:
-    """y = x @ weight.T with the weight in oneDNN's blocked layout (fp32 or bf16, CPU).
+class Linear(Protocol):
+    """y = x @ weight.T; what a row gives does not depend on how many rows there are."""
 
-    Packing makes small batches run at memory bandwidth, where a plain product does not. A row's result does not depend
-    on how many rows there are.
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[T, in_features] to [T, out_features], in x's dtype or ``out_dtype`` (fp32)."""
+
+
+def pack_linear(weight: torch.Tensor) -> Linear:
+    """Pack a weight [out_features, in_features] (fp32 or bf16, CPU) so that small batches run at memory bandwidth.
+
+    A plain product does not. In C++ where that is built, else oneDNN's packed product.
     """
+    return _OneDnnLinear(weight) if library(weight) is None else _NativeLinear(weight)
+
+
+class _NativeLinear:
+    """See cpu/linear.cpp."""
 
     def __init__(self, weight: torch.Tensor):
-        """Pack a weight [out_features, in_features]."""
+        lib = library(weight)
+        assert lib is not None
+        self._lib = lib
+        self._out_features, in_features = weight.shape
+        pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
+        panel = lib.kvloom_linear_panel()
+        self._in_features = -(-in_features // pair) * pair
+        panels = -(-self._out_features // panel)
+        self._packed = torch.empty(panels * panel * self._in_features, dtype=weight.dtype)
+        weight = weight.contiguous()
+        lib.kvloom_linear_pack(
+            address(weight),
+            weight.dtype is torch.bfloat16,
+            c_int64(self._out_features),
+            c_int64(in_features),
+            c_int64(self._in_features),
+            address(self._packed),
+        )
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.shape[1] != self._in_features:
+            x = torch.nn.functional.pad(x, (0, self._in_features - x.shape[1]))
+        assert x.is_contiguous() and x.dtype is self._packed.dtype
+        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        self._lib.kvloom_linear(
+            address(x),
+            x.dtype is torch.bfloat16,
+            c_int64(x.shape[0]),
+            c_int64(x.shape[1]),
+            address(self._packed),
+            c_int64(self._out_features),
+            address(out),
+            out.dtype is torch.bfloat16,
+        )
+        return out
+
+
+class _OneDnnLinear:
+    """The weight in oneDNN's blocked layout."""
+
+    def __init__(self, weight: torch.Tensor):
         in_features = weight.shape[1]
         # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
         parts = -(-in_features // MAX_SUM) if weight.dtype is torch.float32 else 1
@@ -32,12 +88,13 @@ class PackedLinear:
             for part in weight.split(self._split, 1)
         ]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] to [T, out_features], in x's dtype."""
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         if x.shape[0] == 1:
             # oneDNN may sum one row in another order than two: a lone request would differ from one in a batch
-            return self._product(x.expand(2, -1).contiguous())[:1]
-        return self._product(x)
+            y = self._product(x.expand(2, -1).contiguous())[:1]
+        else:
+            y = self._product(x)
+        return y.to(out_dtype or x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         first, *others = x.split(self._split, 1)
