@@ -6,7 +6,9 @@ from pathlib import Path
 from kvloom.assemble import assemble
 from kvloom.config import Settings
 from kvloom.errors import RequestError
-from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
+from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
+
+REQUEST_FIELDS = {"arrival", "logprobs", "deadline", "priority", "cache_salt", "retain_s"}
 
 
 class Answer(list[Delta]):
@@ -30,6 +32,12 @@ class Answer(list[Delta]):
         self.assert_one_final()
         return self[-1].error
 
+    @property
+    def usage(self) -> Usage:
+        self.assert_one_final()
+        assert self[-1].usage is not None
+        return self[-1].usage
+
     def assert_one_final(self) -> None:
         assert [delta.final for delta in self] == [False] * (len(self) - 1) + [True]
 
@@ -43,11 +51,11 @@ class Driver:
         self.engine = assembly.engine
         self.tokenizer = assembly.tokenizer
 
-    def submit(self, prompt_ids: Iterable[int], request_id: str = "", **params: object) -> tuple[Sequence, Answer]:
-        params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(
-            id=request_id, prompt_ids=tuple(prompt_ids), params=SamplingParams.model_validate(params), arrival=0.0
-        )
+    def submit(self, prompt_ids: Iterable[int], request_id: str = "", **fields: object) -> tuple[Sequence, Answer]:
+        """Queue a request; fields that are no attribute of a Request are sampling parameters."""
+        about = {"arrival": 0.0, **{name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}}
+        params = SamplingParams.model_validate({"temperature": 0.0, "ignore_eos": True, **fields})
+        request = Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params, **about)
         self.engine.check(request)
         sequence, answer = Sequence(request), Answer()
         self.engine.submit(sequence, answer.append)

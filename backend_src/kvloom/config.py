@@ -100,4 +100,6 @@ class Settings(BaseModel):
             ) from error
         if settings.weights == "fp32" and settings.kv_dtype == "bf16":
             raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
+        if settings.retain_memory != "0" and not settings.prefix_cache:
+            raise SettingsError(f"setting retain_memory={settings.retain_memory!r}: retaining needs prefix_cache")
         return settings

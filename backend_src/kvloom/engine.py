@@ -118,7 +118,7 @@ class Engine:
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
-        refusal = self._refusal(sequence.request)
+        refusal = self._refusal(sequence)
         if refusal is not None:
             self._finished["error"] += 1
             sink(Delta("", (), error=refusal))
@@ -153,12 +153,12 @@ class Engine:
         began = time.monotonic()
         self._end_overdue(began)
         plan = self._scheduler.plan()
-        self._runner.move(plan)
-        if not plan.slices:
-            return
         for piece in plan.slices:
             self._answers[piece.sequence].start(began)
         try:
+            self._runner.move(plan)
+            if not plan.slices:
+                return
             outcomes = iter(self._runner.run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
             log.exception("a step of %d sequences failed", len(plan.slices))
@@ -204,20 +204,22 @@ class Engine:
 
     def _check_retained(self, tokens: int) -> None:
         blocks, limit = tokens // self._cache.block_size, self._cache.retain_limit
+        if not limit:
+            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
         if blocks > limit:
             raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
-    def _refusal(self, request: Request) -> Unavailable | None:
+    def _refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""
-        # a burst arrives between two steps: those that the next one lets in do not count as waiting
-        if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
+        if len(self._scheduler.waiting) >= self._limits.max_queue:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
-        if request.retain_s:
-            pinned, blocks = self._cache.pinned(), len(request.prompt_ids) // self._cache.block_size
-            if pinned + blocks > self._cache.retain_limit:
+        if sequence.request.retain_s:
+            pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
+            new = blocks - self._cache.pinned_of(sequence.namespace, sequence.tokens)
+            if pinned + new > self._cache.retain_limit:
                 return Unavailable(
                     f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, the prompt fills "
-                    f"{blocks}; unpin all with the control op flush"
+                    f"{new} others; unpin all with the control op flush"
                 )
         return None
 

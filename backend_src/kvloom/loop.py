@@ -110,6 +110,8 @@ class Loop:
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
                 engine.fail_all(Internal(f"the engine failed: {error}"))
+                # a plan that was not carried out may have listed blocks that nobody computed
+                engine.flush()
             self.stats = engine.stats()
 
     def _handle(self, wait: bool) -> None:

@@ -123,6 +123,12 @@ class Scheduler:
             if not lost.isdisjoint(sequence.blocks):
                 # it relied on a neighbour that was to compute its prefix
                 self._drop(sequence)
+        copied = {block for _, block in plan.swap_out}
+        for sequence in self.waiting:
+            if not copied.isdisjoint(sequence.host_blocks):
+                # the copy may be what failed
+                self._host.give(sequence.host_blocks)
+                sequence.swapped = 0
 
     def check(self) -> None:
         """Assert the invariants of both pools; O(blocks)."""
@@ -188,7 +194,7 @@ class Scheduler:
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
         sequence.listed = len(found)
         sequence.computed = len(found) * self._cache.block_size
-        if not sequence.preemptions:
+        if self._cache.shares and not sequence.preemptions:
             self.prefix_queried += len(sequence.tokens)
         self._hit(sequence, sequence.computed)
         if sequence.swapped > sequence.computed:

@@ -85,7 +85,7 @@ class BlockCache:
         self.total = total
         self.block_size = block_size
         self.retain_limit = retain_limit
-        self._share = share
+        self.shares = share
         self._key_type = KEY_TYPES[block_hash]
         self._blocks = [_Block() for _ in range(total)]
         # popped from the end: the most recently freed block first, whose memory is warm
@@ -189,7 +189,7 @@ class BlockCache:
 
     def list_computed(self, sequence: Sequence, end: int) -> None:
         """List a sequence's full blocks before token ``end``, whose keys and values this step computes."""
-        if not self._share:
+        if not self.shares:
             return
         while (index := sequence.listed) < end // self.block_size:
             key = self._key_of(sequence, index)
@@ -245,6 +245,11 @@ class BlockCache:
     def pinned(self) -> int:
         """Number of blocks that are retained for ever."""
         return sum(until == math.inf for until in self._retained.values())
+
+    def pinned_of(self, namespace: str, tokens: list[int]) -> int:
+        """Number of blocks that ``tokens`` begins with and that are retained for ever."""
+        found = self.match(namespace, [*tokens, 0])
+        return sum(self._retained.get(block) == math.inf for block in found)
 
     def stop_retaining(self) -> bool:
         """Let all retained blocks be reclaimed; whether there were any."""

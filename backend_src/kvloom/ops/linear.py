@@ -19,6 +19,16 @@ exact.
 """
 
 
+def kernel_rows(rows: int) -> int:
+    """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
+
+    oneDNN builds a kernel for each number of rows, milliseconds and up to a megabyte each, and keeps up to 1,024.
+    And it may sum one row in another order than two: a lone request would differ from one in a batch.
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return max(2, -(-rows // step) * step) if rows else 0
+
+
 class Linear(Protocol):
     """y = x @ weight.T; what a row gives does not depend on how many rows there are."""
 
@@ -89,11 +99,9 @@ class _OneDnnLinear:
         ]
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        if x.shape[0] == 1:
-            # oneDNN may sum one row in another order than two: a lone request would differ from one in a batch
-            y = self._product(x.expand(2, -1).contiguous())[:1]
-        else:
-            y = self._product(x)
+        rows = x.shape[0]
+        padding = kernel_rows(rows) - rows
+        y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
         return y.to(out_dtype or x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _library: ctypes.CDLL | None = None
 def use(cache: Path) -> bool:
     """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
 
-    The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch, and the log says so.
+    The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
 
     Args:
         cache: folder for built libraries; one per compiler, flags, instruction set and source.
