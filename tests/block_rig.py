@@ -125,6 +125,8 @@ class Rig:
                 slot = piece.sequence.blocks[position // BLOCK], position % BLOCK
                 assert slot not in written, "two sequences compute the same"
                 written.add(slot)
+                alone = self.cache._blocks[slot[0]].tables == 1
+                assert alone or slot[0] in self.cache._fresh, "what others read already is computed again"
                 self._device_memory[slot[0]][slot[1]] = contents[piece.sequence][position]
 
     def _read(self, sequence: Sequence, end: int) -> None:

@@ -345,7 +345,8 @@ def test_half_the_pool_answers_everything(tiny, plain, swap_memory):
 @pytest.mark.parametrize("swap_memory", ["512MiB", "0"])
 def test_half_the_pool_keeps_most_of_the_speed_full(swap_memory):
     rng = random.Random(51)
-    needed = 8 * 160 // BLOCK
+    # enough sequences that a step of half of them takes about half the time
+    needed = 32 * 128 // BLOCK
     settings = {**SETTINGS, "threads": "1", "swap_memory": swap_memory}
     with (
         Server.start(ModelRepository({**settings, "kv_blocks": str(2 * needed)}), exit_timeout_s=5) as large,
@@ -356,8 +357,8 @@ def test_half_the_pool_keeps_most_of_the_speed_full(swap_memory):
         seconds: dict[str, list[float]] = {"large": [], "half": []}
         for _ in range(3):
             requests = [
-                {"input_ids": [rng.randrange(100, 40_000) for _ in range(64)], "max_tokens": 96, **GREEDY}
-                for _ in range(8)
+                {"input_ids": [rng.randrange(100, 40_000) for _ in range(64)], "max_tokens": 64, **GREEDY}
+                for _ in range(32)
             ]
             took, expected = load(large_client, requests)
             seconds["large"].append(took)

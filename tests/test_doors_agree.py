@@ -73,6 +73,7 @@ def test_random_texts(server, client):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2400)
 def test_random_texts_full(server, client):
     random_texts(server, client, 200, at_once=8)
 

@@ -59,6 +59,7 @@ class Crowd:
             self.driver.engine.check_invariants()
             self._count()
         self.driver.assert_idle()
+        self.driver.engine.observations.drain()
 
     def _submit(self, ending: str) -> None:
         rng = self.rng
@@ -66,7 +67,7 @@ class Crowd:
         now = time.monotonic()
         more = {
             "stop": {"stop": tuple("abcdefghijklmnoprstu 123,."), "max_tokens": 60},
-            "end token": {"ignore_eos": False, "logit_bias": {EOS: 60.0}, "min_tokens": rng.randrange(10)},
+            "end token": {"ignore_eos": False, "logit_bias": {EOS: 60.0}, "min_tokens": rng.randrange(8)},
             "error": {"request_id": "test-fail"},
             "cancel": {"max_tokens": 200},
             "deadline": {"deadline": now + rng.uniform(0, 0.2), "max_tokens": 200},

@@ -7,10 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from http_door import answer, post, refusal
+from kvloom.request import MAX_BIASES, MAX_CHARACTERS, MAX_STOP_IDS, MAX_TEXTS
 from kvloom_client import Client, InvalidArgument, RequestFailed
 from server import assert_idle, canary
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+MAX_JSON = 2**20
+"""The most characters of the sampling JSON."""
+
 HEALTHY = {"text_input": "What is deep learning?", "max_tokens": 40, **GREEDY}
 
 
@@ -128,6 +132,33 @@ def test_h07_wrong_sampling_values_as_tensors(client, server, alone):
         # an unknown scalar becomes a request parameter, an unknown list is Triton's to refuse
         assert refusal(server, {"text_input": "Hello", "tempurature": 1}).startswith("INVALID_ARG: tempurature: ")
         assert refusal(server, {"text_input": "Hello", "stopp": ["a"]})
+
+    beside_a_healthy_stream(client, alone, bad)
+
+
+def test_large_sampling_values(client, server, alone):
+    most = {
+        "stop": ["§" * 32] * MAX_TEXTS,
+        "bad_words": ["§" * 32] * MAX_TEXTS,
+        "stop_token_ids": [7] * MAX_STOP_IDS,
+        "logit_bias": {str(token): 0.5 for token in range(MAX_BIASES)},
+    }
+    more = {
+        "stop": [["a"] * (MAX_TEXTS + 1), "a" * (MAX_CHARACTERS + 1), ["a"] * 50_000],
+        "bad_words": [["a"] * (MAX_TEXTS + 1), ["a" * MAX_CHARACTERS, "b"]],
+        "stop_token_ids": [[7] * (MAX_STOP_IDS + 1)],
+        "logit_bias": [{str(token): 0.5 for token in range(MAX_BIASES + 1)}],
+        "sampling_parameters": ["a" * MAX_JSON],
+    }
+
+    def bad() -> None:
+        for key, values in more.items():
+            for value in values:
+                body = {"text_input": "Hello", "sampling_parameters": json.dumps({key: value})}
+                assert refusal(server, body).startswith(f"INVALID_ARG: {key}: "), key
+        words = {"text_input": "Hello", "stop_words": ["a"] * (MAX_TEXTS + 1)}
+        assert refusal(server, words).startswith("INVALID_ARG: stop: at most 1024 strings, not 1025")
+        assert client.generate(text_input="Hello", sampling_parameters=most, max_tokens=2).num_output_tokens == 2
 
     beside_a_healthy_stream(client, alone, bad)
 

@@ -10,6 +10,7 @@ import typer
 
 from kvloom.errors import KvloomError, LaunchError
 from kvloom.interrupts import Interrupts
+from kvloom.ports import HOST, Ports
 
 if TYPE_CHECKING:
     from kvloom.launch import Server
@@ -53,6 +54,7 @@ def serve(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
     health_port: Annotated[int, typer.Option(min=0, max=65535, help="GET /health/ready: 200 or 503.")] = 8003,
+    host: Annotated[str, typer.Option(help="Address of all four; nothing controls access.", metavar="ADDRESS")] = HOST,
     assignments: Assignments = None,
     binary: Binary = None,
     model_repository: Repository = None,
@@ -61,9 +63,7 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Start tritonserver and watch it until Ctrl-C or SIGTERM."""
-    from kvloom.ports import Ports
-
-    ports = Ports(http_port, grpc_port, metrics_port, health_port)
+    ports = Ports(http_port, grpc_port, metrics_port, health_port, host)
     with Interrupts() as interrupts:
         try:
             with _start(
@@ -150,6 +150,33 @@ def chat(
             Chat(client, sampling, interrupts, system).run()
 
 
+@app.command()
+def plan(
+    model: Model = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the sequences to count; may be repeated.")
+    ] = None,
+    assignments: Assignments = None,
+    model_repository: Repository = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+) -> None:
+    """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
+    from rich.console import Console
+
+    from kvloom.memory import free_memory
+    from kvloom.models.weights import open_model
+    from kvloom.plan_report import report
+    from kvloom.repository import SOURCE, ModelRepository
+
+    settings = ModelRepository(_chosen(model, assignments), model_repository or SOURCE).settings
+    files = open_model(Path(settings.model))
+    result = report(settings.model, files.spec, settings, free_memory(), tuple(length or ()))
+    if json:
+        Console().print_json(data=result.values())
+    else:
+        result.print(Console())
+
+
 def main() -> None:
     """Run the command; what kvloom raises on purpose becomes a message and exit code 1."""
     try:
@@ -168,11 +195,10 @@ def _start(
     from rich.console import Console
 
     from kvloom.launch import Server
-    from kvloom.repository import SOURCE, ModelRepository, parse_assignments
+    from kvloom.repository import SOURCE, ModelRepository
 
-    settings = parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
     with interrupts.raising():
-        repository = ModelRepository(settings, source or SOURCE)
+        repository = ModelRepository(_chosen(model, assignments), source or SOURCE)
     if options.get("verbose"):
         return Server.start(repository, stop=interrupts.event, **options)
     with Console(stderr=True).status("starting tritonserver"):
@@ -219,6 +245,13 @@ def _talking() -> Iterator[Interrupts]:
             _fail(error)
         except KeyboardInterrupt:
             raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+def _chosen(model: str | None, assignments: list[str] | None) -> dict[str, str]:
+    """The settings that the command line changes."""
+    from kvloom.repository import parse_assignments
+
+    return parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
 
 
 def _given(**sampling: Any) -> dict[str, Any]:

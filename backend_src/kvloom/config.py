@@ -21,8 +21,11 @@ class Settings(BaseModel):
         weights: dtype of weights and activations; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32.
             ``fp32`` makes activations and cache fp32 too.
         kv_dtype: dtype of the cache; ``auto`` follows the activations.
-        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``.
+        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
+            which is what weights, a step and swap_memory leave of it.
         kv_blocks: number of blocks in the pool; overrides kv_memory; 0 is off.
+        swap_memory: host memory for sequences that are swapped out, like "512MiB"; 0 is off.
+        retain_memory: most of the block pool that prompts may keep for themselves, like "512MiB"; 0 is off.
         block_size: tokens per block, a power of two.
         context_length: longest sequence in tokens; 0 takes the model's own.
         max_batch_tokens: a step's token budget.
@@ -30,8 +33,6 @@ class Settings(BaseModel):
         max_queue: most requests waiting, beside those that may run at once; more are refused at once.
         queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
         prefix_cache: let requests that begin with the same tokens share their blocks.
-        retain_memory: most of the pool that `kv.retain_s` may hold back: bytes with a unit; 0 is off.
-        swap_memory: host memory for the blocks of preempted sequences: bytes with a unit; 0 is off.
         threads: CPU threads of a step; 0 takes every core.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
         test_block_hash: tests only: a weak hash for the prefix cache.
@@ -45,6 +46,8 @@ class Settings(BaseModel):
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     kv_memory: str = "auto"
     kv_blocks: NonNegative = 0
+    swap_memory: str = "512MiB"
+    retain_memory: str = "0"
     block_size: Positive = 32
     context_length: NonNegative = 0
     max_batch_tokens: Positive = 512
@@ -52,8 +55,6 @@ class Settings(BaseModel):
     max_queue: Positive = 1024
     queue_timeout_ms: NonNegative = 0
     prefix_cache: bool = True
-    retain_memory: str = "0"
-    swap_memory: str = "512MiB"
     threads: NonNegative = 0
     test_fail_after_tokens: NonNegative = 0
     test_block_hash: Literal["", "constant", "mod7"] = ""
@@ -72,11 +73,11 @@ class Settings(BaseModel):
             raise ValueError('must be "auto", a size like "512MiB" or a share of the free memory like "60%"')
         return value
 
-    @field_validator("retain_memory", "swap_memory")
+    @field_validator("swap_memory", "retain_memory")
     @classmethod
-    def _bytes(cls, value: str) -> str:
+    def _size_or_off(cls, value: str) -> str:
         if not re.fullmatch(r"0|\d+(\.\d+)?\s*([KMGT]i?B|B)", value):
-            raise ValueError('must be a size like "512MiB", or 0')
+            raise ValueError('must be a size like "512MiB", or 0 to turn it off')
         return value
 
     @classmethod

@@ -9,12 +9,13 @@ from kvloom.errors import LaunchError
 
 
 class HealthEndpoint:
-    """Serves ``/health/ready`` on 127.0.0.1 from a thread of its own until it is closed."""
+    """Serves ``/health/ready`` from a thread of its own until it is closed."""
 
-    def __init__(self, port: int, is_ready: Callable[[], bool]):
+    def __init__(self, host: str, port: int, is_ready: Callable[[], bool]):
         """Start serving.
 
         Args:
+            host: IPv4 address to listen on.
             port: TCP port to listen on.
             is_ready: asked at every request, from any thread.
 
@@ -44,7 +45,7 @@ class HealthEndpoint:
                 """Say nothing: a probe every second is no news."""
 
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._server = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
             raise LaunchError(f"health endpoint: port {port}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True)

@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +22,13 @@ import psutil
 from kvloom import tritonserver
 from kvloom.errors import LaunchError
 from kvloom.health import HealthEndpoint
-from kvloom.ports import HOST, Ports
+from kvloom.ports import Ports
 from kvloom.repository import ModelRepository
 from kvloom_client import Client, KvloomClientError
 
 SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_MIB = 16
+"""What must be free there: the two models take 1 MiB each; the rest is for prompts, at about four times their size."""
 
 POLL_S = 0.1
 KILL_GRACE_S = 5.0
@@ -40,7 +43,7 @@ class Server:
     """A running tritonserver. Made by ``start``; a context manager that stops it.
 
     Attributes:
-        ports: where it listens, on 127.0.0.1.
+        ports: where it listens.
         process: the tritonserver process; leads a session and process group of its own.
         shm_prefix: what the names of all its files in /dev/shm begin with.
         log_path: file with everything it and its models print; gone after the stop unless the caller named it.
@@ -89,10 +92,11 @@ class Server:
             workdir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-")))
             server = cls(ports.resolved(), log_file or workdir / "tritonserver.log", exit_timeout_s)
             installation = tritonserver.find(binary, workdir)
+            check_shared_memory(SHARED_MEMORY)
             repository.write(workdir / "models")
             cleanup.callback(server._remove_shared_memory)
             log = cleanup.enter_context(_open(server.log_path))
-            health = HealthEndpoint(server.ports.health, lambda: server.ready)
+            health = HealthEndpoint(server.ports.host, server.ports.health, lambda: server.ready)
             cleanup.callback(health.close)
             if verbose:
                 cleanup.callback(_follow(server.log_path))
@@ -109,22 +113,22 @@ class Server:
     @property
     def grpc_url(self) -> str:
         """``host:port`` of the gRPC endpoint."""
-        return self.ports.address("grpc")
+        return f"{self.ports.own_host}:{self.ports.grpc}"
 
     @property
     def http_url(self) -> str:
         """Base URL of the HTTP endpoint."""
-        return f"http://{self.ports.address('http')}"
+        return f"http://{self.ports.own_host}:{self.ports.http}"
 
     @property
     def metrics_url(self) -> str:
         """URL of the metrics in Prometheus' text format."""
-        return f"http://{self.ports.address('metrics')}/metrics"
+        return f"http://{self.ports.own_host}:{self.ports.metrics}/metrics"
 
     @property
     def health_url(self) -> str:
         """URL that answers 200 while the server is ready, else 503."""
-        return f"http://{self.ports.address('health')}/health/ready"
+        return f"http://{self.ports.own_host}:{self.ports.health}/health/ready"
 
     @property
     def ready(self) -> bool:
@@ -165,11 +169,11 @@ class Server:
             "--disable-auto-complete-config",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--http-address={HOST}",
+            f"--http-address={self.ports.host}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={HOST}",
+            f"--grpc-address={self.ports.host}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={HOST}",
+            f"--metrics-address={self.ports.host}",
             f"--metrics-port={self.ports.metrics}",
             f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
@@ -185,7 +189,7 @@ class Server:
             time.sleep(POLL_S)
 
     def _serves_http(self) -> bool:
-        connection = http.client.HTTPConnection(HOST, self.ports.http, timeout=5)
+        connection = http.client.HTTPConnection(self.ports.own_host, self.ports.http, timeout=5)
         try:
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == http.HTTPStatus.OK
@@ -232,6 +236,24 @@ class Server:
     def _remove_shared_memory(self) -> None:
         for path in SHARED_MEMORY.glob(f"{self.shm_prefix}*"):
             path.unlink(missing_ok=True)
+
+
+def check_shared_memory(folder: Path) -> None:
+    """See to it that Triton's Python backend finds the shared memory that it needs.
+
+    Raises:
+        LaunchError: too little of the file system at ``folder`` is free; says what to do.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise LaunchError(f"shared memory: {folder}: {error.strerror}; Triton's Python backend needs it") from error
+    if free < SHARED_MEMORY_MIB << 20:
+        raise LaunchError(
+            f"shared memory: {folder} has {free / 2**20:.1f} MiB free, Triton's Python backend needs "
+            f"{SHARED_MEMORY_MIB} MiB: delete what ended programs left there, or enlarge it (Docker: --shm-size=256m, "
+            f"compose: shm_size, elsewhere: mount -o remount,size=256m {folder})"
+        )
 
 
 def _open(path: Path) -> BinaryIO:

@@ -1,54 +1,178 @@
-"""How much memory the cache takes, and how many blocks that is."""
+"""The memory planner: what weights, cache and a step take, and how many sequences fit into what is free."""
 
-import re
+from bisect import bisect_right
+from dataclasses import dataclass
 
-import psutil
-
+from kvloom.config import Settings
+from kvloom.dtypes import CODECS, DTYPES, cache_name, weights_name
 from kvloom.errors import SettingsError
+from kvloom.kv.blocks import blocks_for
+from kvloom.kv.codec import BlockGeometry
+from kvloom.memory import size_bytes, size_text
+from kvloom.models.footprint import products_bytes, step_bytes, weights_bytes
+from kvloom.models.spec import ModelSpec
 
-AUTO_SHARE = 0.25
-"""Share of the free memory that an automatic pool takes at most: weights and activations need room too."""
+HEADROOM_SHARE = 0.1
+"""Share of the free memory that an automatic pool leaves alone."""
 
-_UNITS = {"B": 1} | {
-    prefix + unit: base ** (power + 1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT")
-}
-
-
-def memory_bytes(text: str, free: int) -> int:
-    """Bytes that a kv_memory setting stands for.
-
-    Args:
-        text: "512MiB", "1.5GB", "60%" (of ``free``) or "auto".
-        free: free memory of the device in bytes.
-    """
-    if text == "0":
-        return 0
-    if text == "auto":
-        return int(free * AUTO_SHARE)
-    match = re.fullmatch(r"([\d.]+)\s*(\S+)", text)
-    assert match, "Settings checks the form"
-    number, unit = float(match[1]), match[2]
-    return int(number / 100 * free if unit == "%" else number * _UNITS[unit])
+LEAST_HEADROOM = 192 * 2**20
+"""Bytes it leaves alone at least: with the default model the tokenizer, the imports that it brings and what the
+allocator keeps come to 80 to 120 MiB."""
 
 
-def pool_blocks(kv_memory: str, block_bytes: int, most: int) -> int:
-    """Number of blocks in a pool of ``kv_memory``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where the memory of one server goes. Sizes are in bytes.
 
-    Args:
-        kv_memory: the setting.
+    Attributes:
+        free: what the process can take before anything is loaded.
+        weights: loaded weights, as they are kept.
+        products: what the compiled products take once every size of step has come.
+        step: a step's tensors at their peak.
+        headroom: what an automatic pool leaves alone.
+        weights_dtype: name of the dtype of weights and activations.
+        kv_dtype: name of the cache's dtype.
+        block_size: tokens in a block.
         block_bytes: size of a block.
-        most: blocks that can ever be in use at once; an automatic pool takes no more.
+        blocks: blocks of the pool.
+        swap_blocks: blocks in host memory for sequences that are swapped out.
+        retain_blocks: most blocks of the pool that may be kept for prompts which ask for it.
+        context_length: longest sequence in tokens.
+        most_running: most sequences in a step.
+    """
+
+    free: int
+    weights: int
+    products: int
+    step: int
+    headroom: int
+    weights_dtype: str
+    kv_dtype: str
+    block_size: int
+    block_bytes: int
+    blocks: int
+    swap_blocks: int
+    retain_blocks: int
+    context_length: int
+    most_running: int
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a token takes in a full block."""
+        return self.block_bytes / self.block_size
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool."""
+        return self.blocks * self.block_bytes
+
+    @property
+    def swap(self) -> int:
+        """Bytes of the swap pool."""
+        return self.swap_blocks * self.block_bytes
+
+    @property
+    def left(self) -> int:
+        """Free bytes that nothing is planned for, headroom included; below 0 where a chosen pool is too large."""
+        return self.free - self.weights - self.products - self.step - self.pool - self.swap
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of ``length`` tokens, answer included, the pool holds at once."""
+        return self.blocks // blocks_for(length, self.block_size)
+
+
+def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
+    """Plan a server's memory.
+
+    Args:
+        spec: the model's shape.
+        settings: the server's settings.
+        free: bytes that the process can take, nothing being loaded yet.
 
     Raises:
-        SettingsError: not one block fits, or there is not that much free memory.
+        SettingsError: a setting does not fit the model or the memory; says what to do.
     """
-    free = psutil.virtual_memory().available
-    size = memory_bytes(kv_memory, free)
+    context = settings.context_length or spec.context_length
+    if context > spec.context_length:
+        raise SettingsError(f"setting context_length={context}: the model was made for {spec.context_length} tokens")
+    dtype, codec = DTYPES[weights_name(settings)], CODECS[cache_name(settings)]
+    geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
+    block_bytes = codec.block_bytes(geometry)
+    # each running sequence computes at least one token in every step
+    most_running = min(settings.max_running, settings.max_batch_tokens)
+    weights = weights_bytes(spec, dtype)
+    products = products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
+    headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
+    swap_blocks = size_bytes(settings.swap_memory) // block_bytes
+    swap = swap_blocks * block_bytes
+
+    def step(blocks: int) -> int:
+        # no sequence outgrows the pool
+        longest = min(context, blocks * settings.block_size)
+        return step_bytes(spec, dtype, codec.dtype.itemsize, settings.max_batch_tokens, most_running, longest)
+
+    if settings.kv_blocks or settings.kv_memory != "auto":
+        blocks = _chosen_blocks(settings, free, block_bytes)
+        _check_swap(settings, free - blocks * block_bytes, swap)
+    else:
+        most = most_running * blocks_for(context, settings.block_size)
+        room = free - weights - products - headroom - swap
+        blocks = bisect_right(range(most + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
+        if blocks < 1:
+            raise SettingsError(
+                f"setting kv_memory='auto': not one block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
+                f"weights take {size_text(weights)}, compiled products {size_text(products)}, "
+                f"a step {size_text(step(1))}, swap_memory {size_text(swap)}, headroom {size_text(headroom)}: "
+                "free memory, lower swap_memory, max_batch_tokens or max_running, "
+                "or choose the size with kv_memory"
+            )
+    return Plan(
+        free=free,
+        weights=weights,
+        products=products,
+        step=step(blocks),
+        headroom=headroom,
+        weights_dtype=weights_name(settings),
+        kv_dtype=cache_name(settings),
+        block_size=settings.block_size,
+        block_bytes=block_bytes,
+        blocks=blocks,
+        swap_blocks=swap_blocks,
+        retain_blocks=_retain_blocks(settings, block_bytes, blocks),
+        context_length=context,
+        most_running=most_running,
+    )
+
+
+def _chosen_blocks(settings: Settings, free: int, block_bytes: int) -> int:
+    """Blocks of a pool whose size is set."""
+    if settings.kv_blocks:
+        name, size = f"kv_blocks={settings.kv_blocks}", settings.kv_blocks * block_bytes
+    else:
+        text = settings.kv_memory
+        name = f"kv_memory={text!r}"
+        size = int(float(text[:-1]) / 100 * free) if text.endswith("%") else size_bytes(text)
     if size > free:
-        raise SettingsError(f"setting kv_memory={kv_memory!r}: only {free // 2**20} MiB are free")
-    blocks = size // block_bytes
-    if blocks < 1:
-        raise SettingsError(f"setting kv_memory={kv_memory!r}: one block takes {block_bytes} bytes")
-    return min(blocks, most) if kv_memory == "auto" else blocks
+        raise SettingsError(f"setting {name}: takes {size_text(size)}, only {size_text(free)} is free")
+    if size < block_bytes:
+        raise SettingsError(f"setting {name}: takes {size_text(size)}, one block takes {size_text(block_bytes)}")
+    return size // block_bytes
+
+
+def _check_swap(settings: Settings, free: int, size: int) -> None:
+    if size > free:
+        raise SettingsError(
+            f"setting swap_memory={settings.swap_memory!r}: only {size_text(free)} is free beside the block pool; "
+            "lower it (0 is off), kv_memory or kv_blocks"
+        )
+
+
+def _retain_blocks(settings: Settings, block_bytes: int, blocks: int) -> int:
+    """Most blocks that may be retained: some of the pool must be left for everyone else."""
+    retained = size_bytes(settings.retain_memory) // block_bytes
+    if retained >= blocks:
+        raise SettingsError(
+            f"setting retain_memory={settings.retain_memory!r}: is the whole block pool of "
+            f"{size_text(blocks * block_bytes)}; lower it or raise kv_memory"
+        )
+    return retained

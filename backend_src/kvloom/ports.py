@@ -1,12 +1,14 @@
-"""The TCP ports of a server, all on 127.0.0.1."""
+"""The TCP ports of a server, all on one address."""
 
+import ipaddress
 import random
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvloom.errors import LaunchError
 
 HOST = "127.0.0.1"
+EVERY_INTERFACE = "0.0.0.0"
 
 # below the range from which the kernel takes the ports of outgoing connections
 _CANDIDATES = range(20000, 32000)
@@ -14,46 +16,68 @@ _CANDIDATES = range(20000, 32000)
 
 @dataclass(frozen=True)
 class Ports:
-    """Port numbers of the endpoints; 0 stands for any free one."""
+    """Port numbers of the endpoints, where 0 stands for any free one, and the IPv4 address they are taken on."""
 
     http: int = 0
     grpc: int = 0
     metrics: int = 0
     health: int = 0
+    host: str = HOST
 
     def resolved(self) -> "Ports":
         """The same with a free port in place of every 0.
 
         Raises:
-            LaunchError: a port is taken or given twice.
+            LaunchError: a port is taken or given twice, or the host is no address of this machine.
         """
+        if not _can_bind(self.host):
+            raise LaunchError(
+                f"host {self.host!r}: not an IPv4 address of this machine; {EVERY_INTERFACE} is all of them"
+            )
         chosen: dict[str, int] = {}
-        for name, port in asdict(self).items():
-            if port and (port in chosen.values() or not _is_free(port)):
+        for name, port in self._numbers().items():
+            if port and (port in chosen.values() or not _is_free(self.host, port)):
                 raise LaunchError(f"port {port} is in use; give another --{name}-port, or 0 for any free one")
             if port:
                 chosen[name] = port
         candidates = random.sample(_CANDIDATES, len(_CANDIDATES))
-        for name in asdict(self):
+        for name in self._numbers():
             if name not in chosen:
                 # nobody holds the port until tritonserver takes it; chosen at random, two launchers rarely collide
-                port = next((port for port in candidates if port not in chosen.values() and _is_free(port)), 0)
+                port = next(
+                    (port for port in candidates if port not in chosen.values() and _is_free(self.host, port)), 0
+                )
                 if not port:
                     raise LaunchError(f"no free port among {_CANDIDATES.start} to {_CANDIDATES.stop - 1}")
                 chosen[name] = port
-        return Ports(**chosen)
+        return Ports(**chosen, host=self.host)
 
     def address(self, name: str) -> str:
-        """``host:port`` of the endpoint ``name``."""
-        return f"{HOST}:{asdict(self)[name]}"
+        """``host:port`` that the endpoint ``name`` listens on."""
+        return f"{self.host}:{self._numbers()[name]}"
+
+    @property
+    def own_host(self) -> str:
+        """The address by which this machine itself reaches them."""
+        return HOST if self.host == EVERY_INTERFACE else self.host
+
+    def _numbers(self) -> dict[str, int]:
+        return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics, "health": self.health}
 
 
-def _is_free(port: int) -> bool:
+def _can_bind(host: str) -> bool:
+    try:
+        return _is_free(str(ipaddress.IPv4Address(host)), 0)
+    except ValueError:
+        return False
+
+
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         # as servers do: connections that linger after an earlier server's end don't count
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

@@ -1,6 +1,7 @@
 """The model repository that a server is started on: a copy of kvloom's own, with the settings of this start."""
 
 import shutil
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,15 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from kvloom.config import Settings
 from kvloom.errors import LaunchError, ModelError, SettingsError
 
-SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
-"""The repository in the source tree that kvloom is installed from."""
+
+def _source() -> Path:
+    in_source_tree = Path(__file__).resolve().parents[2] / "model_repository"
+    installed = Path(sysconfig.get_path("data")) / "share" / "kvloom" / "model_repository"
+    return in_source_tree if in_source_tree.is_dir() else installed
+
+
+SOURCE = _source()
+"""kvloom's own repository: in the source tree that kvloom runs from, else where its wheel put it."""
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, str]:
@@ -30,7 +38,11 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 
 class ModelRepository:
-    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it."""
+    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it.
+
+    Attributes:
+        settings: the settings of a server that is started on it; the model is a path.
+    """
 
     def __init__(self, settings: Mapping[str, str], source: Path = SOURCE):
         """Check the settings and find the model; the default model is fetched unless it is in the cache.
@@ -57,6 +69,7 @@ class ModelRepository:
         parameters = {key: value.string_value for key, value in self._config.parameters.items()} | dict(settings)
         # the server may run elsewhere and is not to fetch anything: it gets the path
         parameters["model"] = str(_resolve_model(Settings.parse(parameters).model))
+        self.settings = Settings.parse(parameters)
         for key, value in parameters.items():
             self._config.parameters[key].string_value = value
 

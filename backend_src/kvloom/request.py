@@ -6,12 +6,32 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kvloom.errors import RequestError
 
 TokenId = Annotated[int, Field(ge=0)]
-Texts = tuple[str, ...]
+
+MAX_TEXTS, MAX_CHARACTERS = 1024, 32_768
+"""The most strings that ``stop`` and ``bad_words`` may have each, and the most characters of them together."""
+
+MAX_STOP_IDS, MAX_BIASES = 1024, 16_384
+"""The most ``stop_token_ids`` and the most entries of ``logit_bias``.
+
+Preparing a request with all of these takes no longer than a step, so that neighbours hardly notice it.
+"""
+
+
+def _bounded(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) > MAX_TEXTS:
+        raise ValueError(f"at most {MAX_TEXTS} strings, not {len(texts)}")
+    characters = sum(map(len, texts))
+    if characters > MAX_CHARACTERS:
+        raise ValueError(f"at most {MAX_CHARACTERS} characters together, not {characters}")
+    return texts
+
+
+Texts = Annotated[tuple[str, ...], AfterValidator(_bounded)]
 """A string or a list of strings; empty ones mean nothing and are dropped."""
 
 
@@ -36,12 +56,12 @@ class SamplingParams(BaseModel):
     length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
     stop: Texts = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_IDS)] = ()
     bad_words: Texts = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = {}
     skip_special_tokens: bool = True
     n: Annotated[int, Field(ge=1, le=1)] = 1
     beam_width: Annotated[int, Field(ge=1, le=1)] = 1

@@ -1,7 +1,6 @@
 """The gRPC client for asyncio programs."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Unpack
@@ -33,8 +32,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.request_id = request_id
         self._url = url
         self._begin = call
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._backoff = Backoff(retries)
+        self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = False
         self._call = call(timeout)
@@ -67,8 +65,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                 if not self._cancelled or (task is not None and task.cancelling()):
                     raise
                 break
-            # part of the answer is here: from now on a retry would say it twice
-            self._backoff = Backoff(0)
+            self._backoff.give_up()
             if reply.final:
                 self._ended = True
                 await self._drain()
@@ -98,15 +95,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def _try_again(self, error: KvloomClientError) -> bool:
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
-        left = None if self._deadline is None else self._deadline - time.monotonic()
-        if pause is None or (left is not None and left <= pause):
+        if pause is None:
             self._ended = True
             return False
         await asyncio.sleep(pause)
         if self._cancelled:
             self._ended = True
         else:
-            self._call = self._begin(None if left is None else left - pause)
+            self._call = self._begin(self._backoff.time_left)
             self._messages = self._call.__aiter__()
         return True
 

@@ -14,13 +14,13 @@ class Chunk:
 
     Attributes:
         text: the text that became certain with it; may be empty.
-        token_ids: tokens generated since the previous chunk.
+        token_ids: tokens generated since the previous chunk, end and stop tokens included.
         finish_reason: why the answer ended (``stop``, ``length``, ...); None before the last chunk.
         num_input_tokens: tokens of the prompt.
         num_output_tokens: tokens counted by this chunk.
         logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
         cumulative_logprob: sum of the log probabilities of every token so far; None unless asked for.
-        usage: what the answer took, on the last chunk; None unless asked for.
+        usage: what the answer took (tokens, times in milliseconds, blocks), on the last chunk; None unless asked for.
     """
 
     text: str
@@ -34,28 +34,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer.
+class Answer(Chunk):
+    """A whole answer: what its chunks are together, without the prompt.
 
     Attributes:
-        text: the answer without the prompt.
-        token_ids: every token generated, end and stop tokens included.
         finish_reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``deadline``.
-        num_input_tokens: tokens of the prompt.
-        num_output_tokens: tokens generated.
-        logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
-        cumulative_logprob: sum of the log probabilities of every token; None unless asked for.
-        usage: what the answer took: tokens, times in milliseconds, blocks; None unless asked for.
     """
 
-    text: str
-    token_ids: tuple[int, ...]
     finish_reason: str
-    num_input_tokens: int
-    num_output_tokens: int
-    logprobs: list[dict[str, Any]] | None = None
-    cumulative_logprob: float | None = None
-    usage: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

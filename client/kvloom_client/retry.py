@@ -1,6 +1,7 @@
 """When a request may be sent once more, and how long to wait before."""
 
 import random
+import time
 
 from kvloom_client.errors import ConnectionFailed, KvloomClientError, Unavailable
 
@@ -19,19 +20,37 @@ def safe_to_retry(error: KvloomClientError) -> bool:
 
 
 class Backoff:
-    """Counts the retries of one request."""
+    """Counts the retries of one request and the time that is left for it."""
 
-    def __init__(self, retries: int):
-        """Args: retries: how often the request may be sent again; 0 never."""
-        self._left = retries
+    def __init__(self, retries: int, timeout: float | None):
+        """Begin with the first try.
+
+        Args:
+            retries: how often the request may be sent again; 0 never.
+            timeout: seconds for all tries together; None for no limit.
+        """
+        self._retries = retries
         self._pause = FIRST_S
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds that the next try may take; None for no limit."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def give_up(self) -> None:
+        """Allow no retry any more: part of the answer is here, and another try would say it twice."""
+        self._retries = 0
 
     def pause_after(self, error: KvloomClientError) -> float | None:
         """Seconds to wait before the next try; None when the error is to be told."""
-        if self._left == 0 or not safe_to_retry(error):
+        if self._retries == 0 or not safe_to_retry(error):
             return None
-        self._left -= 1
         # jitter, so that clients that were refused together do not come back together
         pause = self._pause * random.uniform(0.5, 1.0)
+        left = self.time_left
+        if left is not None and left <= pause:
+            return None
+        self._retries -= 1
         self._pause = min(self._pause * 2, MOST_S)
         return pause

@@ -1,7 +1,6 @@
 """An answer on its way, for plain and threaded programs; the same over gRPC and HTTP."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
@@ -39,8 +38,7 @@ class Stream(Iterator[Chunk]):
         self.request_id = request_id
         self._url = url
         self._begin = call
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._backoff = Backoff(retries)
+        self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = threading.Event()
         self._call = call(timeout)
@@ -63,8 +61,7 @@ class Stream(Iterator[Chunk]):
                 if self._cancelled.is_set() and isinstance(error, TransportError):
                     break
                 raise
-            # part of the answer is here: from now on a retry would say it twice
-            self._backoff = Backoff(0)
+            self._backoff.give_up()
             self._ended = reply.final
             if reply.chunk is not None:
                 return reply.chunk
@@ -92,14 +89,13 @@ class Stream(Iterator[Chunk]):
     def _try_again(self, error: KvloomClientError) -> bool:
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
-        left = None if self._deadline is None else self._deadline - time.monotonic()
-        if pause is None or (left is not None and left <= pause):
+        if pause is None:
             self._ended = True
             return False
         if self._cancelled.wait(pause):
             self._ended = True
             return True
-        self._call = self._begin(None if left is None else left - pause)
+        self._call = self._begin(self._backoff.time_left)
         if self._cancelled.is_set():  # it may have hit the call before
             self._call.cancel()
         return True

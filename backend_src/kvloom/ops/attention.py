@@ -96,3 +96,26 @@ def _native(
         address(out),
     )
     return None if failed else out
+
+
+def attention_bytes(
+    tokens: int, length: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, kv_itemsize: int
+) -> int:
+    """Bytes that ``paged_attention`` holds at its peak, its queries aside.
+
+    Args:
+        tokens: queries of one sequence.
+        length: tokens of that sequence.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        itemsize: bytes of a number in the queries and in the result.
+        kv_itemsize: bytes of a number in the cache.
+    """
+    # keys and values in fp32, and the values on their way there: gathered, then put in order
+    gathered = kv_heads * length * head_dim * (2 * 4 + 2 * kv_itemsize)
+    # scores and their softmax in fp32, and the mask, which is one for all KV heads
+    scores = tokens * length * (2 * 4 * heads + heads // kv_heads)
+    # the result; queries in fp32, scaled, and what becomes the result
+    rows = tokens * heads * head_dim * (itemsize + 3 * 4)
+    return gathered + scores + rows

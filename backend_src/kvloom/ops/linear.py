@@ -1,5 +1,6 @@
 """Matrix products with weights that are packed once."""
 
+from collections.abc import Iterable
 from ctypes import c_int64
 from typing import Protocol
 
@@ -17,6 +18,15 @@ Its packed product adds all of in_features one after the other, with twice the r
 plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
 exact.
 """
+
+_PACKED_ROWS = 64
+_PACKED_COLUMN_BYTES = 64
+"""oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
+
+_MOST_KERNELS = 1024
+_KERNEL_BYTES = 640 * 2**10
+"""oneDNN builds a kernel for each shape of a product and keeps the last 1,024 of them; measured: 0.56 to 0.58 MiB each
+(AVX-512, fp32 and bf16)."""
 
 
 def kernel_rows(rows: int) -> int:
@@ -41,10 +51,10 @@ def pack_linear(weight: torch.Tensor) -> Linear:
 
     A plain product does not. In C++ where that is built, else oneDNN's packed product.
     """
-    return _OneDnnLinear(weight) if library(weight) is None else _NativeLinear(weight)
+    return OneDnnLinear(weight) if library(weight) is None else NativeLinear(weight)
 
 
-class _NativeLinear:
+class NativeLinear:
     """See cpu/linear.cpp."""
 
     def __init__(self, weight: torch.Tensor):
@@ -85,14 +95,11 @@ class _NativeLinear:
         return out
 
 
-class _OneDnnLinear:
+class OneDnnLinear:
     """The weight in oneDNN's blocked layout."""
 
     def __init__(self, weight: torch.Tensor):
-        in_features = weight.shape[1]
-        # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
-        parts = -(-in_features // MAX_SUM) if weight.dtype is torch.float32 else 1
-        self._split = -(-in_features // parts)
+        self._split = _split(weight.shape[1], weight.dtype)
         self._packed = [
             torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
             for part in weight.split(self._split, 1)
@@ -110,3 +117,38 @@ class _OneDnnLinear:
         for part, packed in zip(others, self._packed[1:], strict=True):
             y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
         return y
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Bytes of a weight [out_features, in_features] in ``OneDnnLinear``; a little more than in ``NativeLinear``."""
+    split = _split(in_features, dtype)
+    widths = [min(split, in_features - start) for start in range(0, in_features, split)]
+    row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
+    return _up(out_features, _PACKED_ROWS) * row
+
+
+def kernels_bytes(products: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+    """Bytes of the kernels that oneDNN keeps for products, once each number of rows has come.
+
+    Args:
+        products: in_features of each shape of weight, and the most rows it is multiplied with.
+        dtype: of the weights.
+    """
+    count = 0
+    for in_features, rows in products:
+        # the first part's product is one kind, adding another's to it a second, and that of a narrower last part
+        split = _split(in_features, dtype)
+        kinds = 1 + (in_features > split) + (in_features > split and in_features % split > 0)
+        count += kinds * len({kernel_rows(fewer) for fewer in range(1, rows + 1)})
+    return min(count, _MOST_KERNELS) * _KERNEL_BYTES
+
+
+def _split(in_features: int, dtype: torch.dtype) -> int:
+    """Columns of a weight that one product takes."""
+    # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
+    parts = -(-in_features // MAX_SUM) if dtype is torch.float32 else 1
+    return -(-in_features // parts)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

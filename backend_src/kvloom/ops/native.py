@@ -33,7 +33,7 @@ def use(cache: Path) -> bool:
         Whether the ops are in C++.
     """
     global _library
-    compiler = shutil.which("g++") or shutil.which("c++")
+    compiler = find_compiler()
     if compiler is None:
         log.warning("no C++ compiler (g++) found: the CPU ops run in plain torch, several times slower")
         return False
@@ -51,6 +51,11 @@ def use(cache: Path) -> bool:
             os.replace(built, path)
     _library = ctypes.CDLL(str(path))
     return True
+
+
+def find_compiler() -> str | None:
+    """Path of the machine's C++ compiler."""
+    return shutil.which("g++") or shutil.which("c++")
 
 
 def stop_using() -> None:

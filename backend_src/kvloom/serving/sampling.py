@@ -33,6 +33,9 @@ SCALARS = {
 }
 """[1, 1] tensors and the keys they set."""
 
+MAX_JSON = 2**20
+"""The most characters of the sampling JSON: parsing holds up everybody else."""
+
 _NOT_SAMPLING = {"id", FORWARDED}
 """Request parameters that Triton's HTTP endpoint and `generate` add themselves."""
 
@@ -45,7 +48,10 @@ def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: i
     """
     keys: dict[str, Any] = {key: value for key, value in parameters.items() if key not in _NOT_SAMPLING}
     if "sampling_parameters" in inputs:
-        keys |= json_object("sampling_parameters", one(inputs, "sampling_parameters"))
+        text = one(inputs, "sampling_parameters")
+        if len(text) > MAX_JSON:
+            raise InvalidArgument("sampling_parameters", f"at most {MAX_JSON} characters, not {len(text)}")
+        keys |= json_object("sampling_parameters", text)
     keys |= _from_tensors(inputs)
     params = validate(SamplingParams, keys)
     outside = [token for token in (*params.stop_token_ids, *params.logit_bias) if token >= vocab_size]

@@ -1,0 +1,93 @@
+"""How much memory is free for this process, and sizes as settings write them."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_UNITS = {"B": 1} | {
+    prefix + unit: base ** (power + 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+
+
+def size_bytes(text: str) -> int:
+    """Bytes that "512MiB", "1.5GB", "100B" or "0" stand for."""
+    match = re.fullmatch(r"([\d.]+)\s*(\S*)", text)
+    assert match, "Settings checks the form"
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: "720 KiB", "1.4 MiB"."""
+    power = 0
+    while size >= 1000 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
+
+
+def free_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process can still take: what the machine has available, or less where a container says so.
+
+    Args:
+        cgroups: where the control groups are mounted.
+        membership: the file that names this process's groups.
+    """
+    return min([psutil.virtual_memory().available, *_cgroup_rooms(cgroups, membership)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """File names of one version of the memory controller, and the lines of memory.stat that count page cache."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: tuple[str, ...]
+
+
+_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+# above memory.high nothing is killed, but everything is slowed down until it is below again
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+
+
+def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
+    """Bytes left below every limit that holds for this process: those of its groups and of the groups around them."""
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            version, base = _V2, root
+        elif "memory" in controllers.split(","):
+            version, base = _V1, root / "memory"
+        else:
+            continue
+        # inside a container the path may be the host's; its own group is then the root of the mount
+        folder = base.joinpath(*(part for part in Path(path).parts if part not in ("/", "..")))
+        for group in (folder, *folder.parents):
+            yield from _rooms(group, version)
+            if group == base:
+                break
+
+
+def _rooms(group: Path, version: _Version) -> Iterator[int]:
+    usage = group / version.usage
+    for limit in (group / name for name in version.limits):
+        # the root group has no limit
+        if not (limit.is_file() and usage.is_file()):
+            continue
+        text = limit.read_text().strip()
+        if text != "max":
+            # the kernel drops page cache, of the model's file for example, before it lets anything fail
+            yield max(0, int(text) - max(0, int(usage.read_text()) - _page_cache(group, version)))
+
+
+def _page_cache(group: Path, version: _Version) -> int:
+    stat = group / "memory.stat"
+    if not stat.is_file():
+        return 0
+    lines = (line.split() for line in stat.read_text().splitlines())
+    return sum(int(fields[1]) for fields in lines if len(fields) == 2 and fields[0] in version.cache)
