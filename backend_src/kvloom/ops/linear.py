@@ -78,6 +78,7 @@ class NativeLinear:
         )
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
         if x.shape[1] != self._in_features:
             x = torch.nn.functional.pad(x, (0, self._in_features - x.shape[1]))
         assert x.is_contiguous() and x.dtype is self._packed.dtype
@@ -106,6 +107,7 @@ class OneDnnLinear:
         ]
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
         rows = x.shape[0]
         padding = kernel_rows(rows) - rows
         y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
