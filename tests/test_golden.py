@@ -22,6 +22,9 @@ from kvloom.scheduler import Costs
 from tiny_models import EOS, make_tiny
 
 BLOCK = 16
+TOKEN_BYTES = 2 * 2 * 3 * 16 * 4
+"""Keys and values of a token: two layers, three KV heads, heads of 16, fp32."""
+
 ROOM = 400
 """Blocks that hold everything at once."""
 
@@ -181,7 +184,8 @@ def check(way: Way, model: Path, cases: dict[str, Case], expected: dict[str, Ans
     room = {"kv_blocks": 64 if way.prefix == "retained" else ROOM, "block_size": BLOCK}
     swap = "64MiB" if way.preempted == "swap" else "0"
     pool = TIGHT if way.preempted else room
-    driver = Driver(model, max_batch_tokens=way.chunk, swap_memory=swap, retain_memory="1MiB", **pool)
+    retained = (pool["kv_blocks"] - 1) * pool["block_size"] * TOKEN_BYTES
+    driver = Driver(model, max_batch_tokens=way.chunk, swap_memory=swap, retain_memory=f"{retained}B", **pool)
     PREFIXES[way.prefix](driver, cases)
     before = driver.engine.stats()
     answers = one_by_one(driver, cases) if way.alone else all_at_once(driver, cases, random.Random(way.order))

@@ -117,18 +117,15 @@ def test_nobody_overtakes_the_first_that_does_not_fit():
     assert rig.scheduler.running == [urgent, second]
 
 
-def test_a_block_for_each_running_sequence_stays_in_reserve():
+@pytest.mark.parametrize(("length", "admitted"), [(5, False), (4, True)])
+def test_blocks_that_the_next_step_needs_stay_in_reserve(length, admitted):
     rig = Rig(blocks=5)
-    running = [rig.add(unlike(1)), rig.add(unlike(1))]
+    running = [rig.add(unlike(3)), rig.add(unlike(3))]
     rig.step()
-    # three blocks are free, two are in reserve
-    waiting = rig.add(unlike(5))
+    # both fill their block: of three free ones, two are in reserve
+    waiting = rig.add(unlike(length))
     rig.step()
-    assert rig.scheduler.running == running
-    rig.remove(waiting)
-    fits = rig.add(unlike(4))
-    rig.step()
-    assert rig.scheduler.running == [*running, fits]
+    assert rig.scheduler.running == ([*running, waiting] if admitted else running)
 
 
 # Preemption

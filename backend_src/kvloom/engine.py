@@ -211,7 +211,8 @@ class Engine:
 
     def _refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""
-        if len(self._scheduler.waiting) >= self._limits.max_queue:
+        # a burst arrives between two steps: those that the next one lets in do not count as waiting
+        if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
         if sequence.request.retain_s:
             pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size

@@ -108,10 +108,12 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
             self._hit(sequence, self._cache.follow(sequence))
             budget -= self._slice(plan, sequence, budget)
+        reserve = sum(self._fills_its_blocks(sequence) for sequence in self.running)
         while budget and self.free_places:
-            admitted = self._admit(plan)
+            admitted = self._admit(plan, reserve)
             if admitted is None:
                 break
+            reserve += self._fills_its_blocks(admitted)
             budget -= self._slice(plan, admitted, budget)
         return plan
 
@@ -181,14 +183,20 @@ class Scheduler:
         sequence.preemptions += 1
         self.waiting.add(sequence)
 
-    def _admit(self, plan: Plan) -> Sequence | None:
-        """Let the first in rank run, if there are blocks for all its known tokens; nobody overtakes it."""
+    def _fills_its_blocks(self, sequence: Sequence) -> bool:
+        """Whether a running sequence's next token needs another block."""
+        return len(sequence.tokens) == len(sequence.blocks) * self._cache.block_size
+
+    def _admit(self, plan: Plan, reserve: int) -> Sequence | None:
+        """Let the first in rank run, if there are blocks for all its known tokens; nobody overtakes it.
+
+        ``reserve`` blocks are left for those who run: what is let in must not be what is thrown out in the next step.
+        """
         sequence = self.waiting.first()
         if sequence is None:
             return None
         found = self._cache.match(sequence.namespace, sequence.tokens)
-        # a block in reserve for each running sequence: what is let in must not be what is thrown out soon
-        while not self._cache.open(sequence.blocks, found, len(sequence.tokens), spare=len(self.running)):
+        while not self._cache.open(sequence.blocks, found, len(sequence.tokens), spare=reserve):
             if self.running or not self._cache.stop_retaining():
                 return None
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
