@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from kvloom.fetch import cache_folder
-from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import kernel_rows, pack_linear
+from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -26,9 +26,9 @@ def _seed():
 @pytest.fixture(params=["torch", "C++"], autouse=True)
 def _form(request):
     if request.param == "C++":
-        assert native.use(cache_folder("ops")), "there is no compiler"
+        assert use_native(cache_folder("ops")), "there is no compiler"
     yield
-    native.stop_using()
+    stop_using_native()
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

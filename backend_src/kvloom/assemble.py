@@ -18,7 +18,7 @@ from kvloom.measure import measure_costs
 from kvloom.memory import free_memory
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
-from kvloom.ops import native
+from kvloom.ops.native import use_native
 from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
@@ -42,7 +42,7 @@ def assemble(settings: Settings) -> Assembly:
         ModelError: the model can't be loaded.
     """
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    native.use(cache_folder("ops"))
+    use_native(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     plan = plan_memory(spec, settings, free_memory())

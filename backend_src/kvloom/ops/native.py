@@ -21,7 +21,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 _library: ctypes.CDLL | None = None
 
 
-def use(cache: Path) -> bool:
+def use_native(cache: Path) -> bool:
     """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
 
     The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
@@ -58,7 +58,7 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
-def stop_using() -> None:
+def stop_using_native() -> None:
     """Let the ops run in plain torch."""
     global _library
     _library = None
