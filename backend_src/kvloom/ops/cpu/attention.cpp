@@ -5,32 +5,46 @@
 // on its neighbours, so that answers are the same however they were batched.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
 
 namespace {
 
-constexpr int TILE = 32;         // keys per tile; a block smaller than that is a tile
-constexpr int QUERY_TOKENS = 8;  // tokens of a prefill chunk that read a tile together
+constexpr int TILE = 32;  // keys per tile; a block smaller than that is a tile
+constexpr int ROWS = 32;  // queries of a prefill chunk that read a tile together
 
 struct Shape {
     int64_t heads, kv_heads, block_size, block_stride, table_stride;
     float scale;
 };
 
-// Scores of R rows of queries (fp32, scaled, D apart) against n keys.
-template <int R, int D, typename T>
-void score(const float* q, const T* keys, int n, float* scores) {
-    constexpr int V = D / LANES;
-    for (int j = 0; j < n; j++) {
-        floats sums[R] = {};
-        for (int i = 0; i < V; i++) {
-            floats k = load(keys + j * D + i * LANES);
-            for (int r = 0; r < R; r++) sums[r] += load(q + r * D + i * LANES) * k;
+// A tile's keys as [D][TILE], in fp32: so that a query's scores of neighbouring keys are neighbours.
+template <int D, typename T>
+void transpose_keys(const T* keys, int n, float* turned) {
+    for (int first = 0; first < TILE; first += LANES)
+        for (int column = 0; column < D; column += LANES) {
+            floats rows[LANES];
+            for (int j = 0; j < LANES; j++)
+                rows[j] = first + j < n ? load(keys + (first + j) * D + column) : floats{};
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) store(turned + (column + i) * TILE + first, rows[i]);
         }
-        for (int r = 0; r < R; r++) scores[r * TILE + j] = sum_of(sums[r]);
-    }
+}
+
+// Scores of R rows of queries (fp32, scaled, D apart) against a tile of keys.
+template <int R, int D>
+void score(const float* q, const float* keys, float* scores) {
+    constexpr int V = TILE / LANES;
+    floats sums[R][V] = {};
+    for (int i = 0; i < D; i++)
+        for (int v = 0; v < V; v++) {
+            const floats k = load(keys + i * TILE + v * LANES);
+            for (int r = 0; r < R; r++) sums[r][v] += q[r * D + i] * k;
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, sums[r][v]);
 }
 
 // R rows of output += weights times n values.
@@ -46,7 +60,7 @@ void mix(const float* weights, const T* values, int n, float* out) {
             for (int i = 0; i < width; i++) sums[r][i] = load(out + r * D + (first + i) * LANES);
         for (int j = 0; j < n; j++)
             for (int i = 0; i < width; i++) {
-                floats v = load(values + j * D + (first + i) * LANES);
+                const floats v = load(values + j * D + (first + i) * LANES);
                 for (int r = 0; r < R; r++) sums[r][i] += weights[r * TILE + j] * v;
             }
         for (int r = 0; r < R; r++)
@@ -54,22 +68,30 @@ void mix(const float* weights, const T* values, int n, float* out) {
     }
 }
 
-template <int D, typename T>
-void score_rows(int rows, const float* q, const T* keys, int n, float* scores) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) score<4, D>(q + r * D, keys, n, scores + r * TILE);
-    if (rows - r == 3) score<3, D>(q + r * D, keys, n, scores + r * TILE);
-    if (rows - r == 2) score<2, D>(q + r * D, keys, n, scores + r * TILE);
-    if (rows - r == 1) score<1, D>(q + r * D, keys, n, scores + r * TILE);
+// Calls BODY with R = 8, 4, 2 and 1 until all rows are done; r is the first row of each.
+#define FOR_ROWS(ROWS, MOST, BODY)                              \
+    {                                                           \
+        int r = 0;                                              \
+        auto body = [&](auto count) {                           \
+            constexpr int R = decltype(count)::value;           \
+            for (; r + R <= (ROWS); r += R) BODY;               \
+        };                                                      \
+        if constexpr ((MOST) >= 8) body(Count<8>{});            \
+        if constexpr ((MOST) >= 4) body(Count<4>{});            \
+        body(Count<2>{});                                       \
+        body(Count<1>{});                                       \
+    }
+template <int N>
+using Count = std::integral_constant<int, N>;
+
+template <int D>
+void score_rows(int rows, const float* q, const float* keys, float* scores) {
+    FOR_ROWS(rows, LANES == 16 ? 8 : 2, (score<R, D>(q + r * D, keys, scores + r * TILE)))
 }
 
 template <int D, typename T>
 void mix_rows(int rows, const float* weights, const T* values, int n, float* out) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) mix<4, D>(weights + r * TILE, values, n, out + r * D);
-    if (rows - r == 3) mix<3, D>(weights + r * TILE, values, n, out + r * D);
-    if (rows - r == 2) mix<2, D>(weights + r * TILE, values, n, out + r * D);
-    if (rows - r == 1) mix<1, D>(weights + r * TILE, values, n, out + r * D);
+    FOR_ROWS(rows, 4, (mix<R, D>(weights + r * TILE, values, n, out + r * D)))
 }
 
 // A row's scores of n keys to weights: e^(score - largest so far); what was added up before is scaled to match.
@@ -107,8 +129,10 @@ void attend(const Q* q, const T* k_cache, const T* v_cache, const int32_t* table
     const int rows = tokens * group;
     const int64_t bs = shape.block_size;
     const int tile = std::min<int64_t>(TILE, bs);
-    scratch.resize(rows * (2 * D + TILE + 2));
-    float* queries = scratch.data();
+    scratch.resize(rows * (2 * D + TILE + 2) + 2 * TILE * D);
+    float* keys = scratch.data();
+    float* values = keys + TILE * D;
+    float* queries = values + TILE * D;
     float* sums = queries + rows * D;
     float* scores = sums + rows * D;
     float* largest = scores + rows * TILE;
@@ -127,12 +151,18 @@ void attend(const Q* q, const T* k_cache, const T* v_cache, const int32_t* table
         const int64_t place = table[first / bs] * shape.block_stride + (kv_head * bs + first % bs) * D;
         // a token sees itself and what comes before it; those before `first` see nothing of this tile
         const int blind = std::max<int64_t>(0, first - position) * group;
-        score_rows<D>(rows - blind, queries + blind * D, k_cache + place, n, scores + blind * TILE);
+        transpose_keys<D>(k_cache + place, n, keys);
+        score_rows<D>(rows - blind, queries + blind * D, keys, scores + blind * TILE);
         for (int r = blind; r < rows; r++) {
             const int seen = std::min<int64_t>(n, position + r / group + 1 - first);
             softmax_row<D>(scores + r * TILE, seen, largest + r, totals + r, sums + r * D);
         }
-        mix_rows<D>(rows - blind, scores + blind * TILE, v_cache + place, n, sums + blind * D);
+        if constexpr (std::is_same_v<T, float>) {
+            mix_rows<D>(rows - blind, scores + blind * TILE, v_cache + place, n, sums + blind * D);
+        } else {
+            for (int i = 0; i < n * D; i += LANES) store(values + i, load(v_cache + place + i));
+            mix_rows<D>(rows - blind, scores + blind * TILE, values, n, sums + blind * D);
+        }
     }
     for (int t = 0; t < tokens; t++)
         for (int g = 0; g < group; g++) {
@@ -152,10 +182,11 @@ template <int D, typename Q, typename T>
 void run(const Q* q, const T* k_cache, const T* v_cache, const int32_t* tables, const int32_t* query_starts,
          const int32_t* seq_lens, int64_t sequences, const Shape& shape, Q* out) {
     std::vector<Task> tasks;
+    const int64_t most = std::max<int64_t>(1, ROWS / (shape.heads / shape.kv_heads));
     for (int64_t b = 0; b < sequences; b++)
         // from the end: the tasks that take longest first
-        for (int64_t end = query_starts[b + 1]; end > query_starts[b]; end -= QUERY_TOKENS) {
-            const int64_t start = std::max<int64_t>(query_starts[b], end - QUERY_TOKENS);
+        for (int64_t end = query_starts[b + 1]; end > query_starts[b]; end -= most) {
+            const int64_t start = std::max<int64_t>(query_starts[b], end - most);
             for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, start, int(end - start), h});
         }
 #pragma omp parallel

@@ -83,6 +83,24 @@ static inline floats exp_of(floats x) {
     return p * (floats)scale;
 }
 
+// Transposes LANES vectors of LANES numbers by swapping ever larger blocks off the diagonal (Eklundh, 1972).
+static inline void transpose(floats* rows) {
+    typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
+    for (int size = 1; size < LANES; size *= 2) {
+        lanes first, second;
+        for (int l = 0; l < LANES; l++) {
+            first[l] = l & size ? LANES + l - size : l;
+            second[l] = l & size ? LANES + l : l + size;
+        }
+        for (int i = 0; i < LANES; i++) {
+            if (i & size) continue;
+            const floats a = rows[i], b = rows[i + size];
+            rows[i] = __builtin_shuffle(a, b, first);
+            rows[i + size] = __builtin_shuffle(a, b, second);
+        }
+    }
+}
+
 // Halves the width of a vector by an operation on its two halves.
 #define FOLD(NAME, NARROW, WIDE, LOW_HIGH)                                 \
     static inline NARROW NAME(WIDE x) {                                    \
