@@ -155,13 +155,13 @@ def test_cache_that_cannot_be_written(tmp_path):
 def test_cache_folder_follows_the_standard(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert cache_folder() == Path("/elsewhere/kvloom/models")
+    assert cache_folder("models") == Path("/elsewhere/kvloom/models")
     for ignored in ("", "relative/cache"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache_folder() == Path("/home/someone/.cache/kvloom/models")
+        assert cache_folder("models") == Path("/home/someone/.cache/kvloom/models")
 
 
 def test_default_model_is_where_it_is_kept():
     path = default_model()
-    assert path.is_relative_to(cache_folder())
+    assert path.is_relative_to(cache_folder("models"))
     assert shutil.disk_usage(path).total > path.stat().st_size == 98_362_432

@@ -1,4 +1,4 @@
-"""Each op against float64 arithmetic written out plainly, at odd sizes, with poisoned memory around its data."""
+"""Each op, in torch and in C++, against float64 arithmetic written out plainly, at odd sizes, with poisoned memory."""
 
 import math
 
@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvloom.fetch import cache_folder
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import PackedLinear, kernel_rows
+from kvloom.ops.linear import kernel_rows, pack_linear
+from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -19,6 +21,14 @@ DTYPES = list(TOLERANCE)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(1)
+
+
+@pytest.fixture(params=["torch", "C++"], autouse=True)
+def _form(request):
+    if request.param == "C++":
+        assert use_native(cache_folder("ops")), "there is no compiler"
+    yield
+    stop_using_native()
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -40,7 +50,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 4, 16, 8), (9, 3, 64, 16), (8, 1, 80, 32)]
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(4, 4, 16, 8), (9, 3, 64, 16), (8, 1, 80, 32), (4, 2, 128, 64), (5, 1, 96, 8), (6, 3, 32, 32), (2, 2, 20, 16)],
 )
 def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
     # (tokens in the cache after this step, of which this step's): decodes, whole prompts, chunks, block edges
@@ -70,7 +81,13 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
     close(together, torch.cat(expected), dtype)
     for row, q in enumerate(queries):
         alone = paged_attention(
-            q, cache[0], cache[1], tables[row : row + 1], torch.tensor([0, len(q)]), lengths[row : row + 1], scale
+            q,
+            cache[0],
+            cache[1],
+            tables[row : row + 1],
+            torch.tensor([0, len(q)], dtype=torch.int32),
+            lengths[row : row + 1],
+            scale,
         )
         assert torch.equal(alone, together[starts[row] : starts[row + 1]]), "an answer depends on its neighbours"
 
@@ -134,7 +151,7 @@ def test_products_have_few_sizes():
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (48, 1536), (7, 33)])
 def test_packed_linear(dtype, out_features, in_features):
     weight, x = torch.randn(out_features, in_features).to(dtype), torch.randn(65, in_features).to(dtype)
-    linear = PackedLinear(weight)
+    linear = pack_linear(weight)
     whole = linear(x)
     expected = x.double() @ weight.double().T
     assert (whole.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()

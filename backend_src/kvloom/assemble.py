@@ -9,7 +9,7 @@ import torch
 from kvloom.config import Settings
 from kvloom.dtypes import CODECS, DTYPES
 from kvloom.engine import Engine, Limits
-from kvloom.fetch import default_model
+from kvloom.fetch import cache_folder, default_model
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry
@@ -18,6 +18,7 @@ from kvloom.measure import measure_costs
 from kvloom.memory import free_memory
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
+from kvloom.ops.native import use_native
 from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
@@ -41,6 +42,7 @@ def assemble(settings: Settings) -> Assembly:
         ModelError: the model can't be loaded.
     """
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    use_native(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     plan = plan_memory(spec, settings, free_memory())

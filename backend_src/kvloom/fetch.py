@@ -45,14 +45,14 @@ def default_model() -> Path:
     Raises:
         ModelError: if it can't be fetched, saying what to do.
     """
-    return fetch(DEFAULT, cache_folder())
+    return fetch(DEFAULT, cache_folder("models"))
 
 
-def cache_folder() -> Path:
-    """Where fetched models are kept: ``kvloom/models`` in the user's cache folder."""
+def cache_folder(kind: str) -> Path:
+    """Where things of a kind that are made or fetched once are kept: ``kvloom/KIND`` in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG standard: a relative path is invalid and to be ignored
-    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "kvloom" / "models"
+    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "kvloom" / kind
 
 
 def pip_download(requirement: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ from kvloom.models.spec import ModelSpec, rope_inv_freq
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import PackedLinear
+from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 
 
@@ -42,11 +42,11 @@ class _Layer:
             return torch.cat([tensors.pop(f"{prefix}.{name}.weight") for name in names]).to(dtype)
 
         self.attention_norm = take("input_layernorm")
-        self.qkv = PackedLinear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-        self.attention_out = PackedLinear(take("self_attn.o_proj"))
+        self.qkv = pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+        self.attention_out = pack_linear(take("self_attn.o_proj"))
         self.mlp_norm = take("post_attention_layernorm")
-        self.gate_up = PackedLinear(take("mlp.gate_proj", "mlp.up_proj"))
-        self.down = PackedLinear(take("mlp.down_proj"))
+        self.gate_up = pack_linear(take("mlp.gate_proj", "mlp.up_proj"))
+        self.down = pack_linear(take("mlp.down_proj"))
 
 
 class Decoder:
@@ -65,7 +65,7 @@ class Decoder:
         embedding = tensors.pop("embed_tokens.weight")
         head = embedding if spec.tied_embeddings else tensors.pop("lm_head.weight")
         self._embedding = embedding.to(dtype)
-        self._head = PackedLinear(head.to(dtype))
+        self._head = pack_linear(head.to(dtype))
         self._layers = [_Layer(tensors, f"layers.{i}", dtype) for i in range(spec.n_layers)]
         self._norm = tensors.pop("norm.weight").to(dtype)
         assert not tensors, f"weights that no layer took: {sorted(tensors)}"
@@ -90,4 +90,4 @@ class Decoder:
         assert update is not None, "a model has at least one layer"
         rows = batch.logit_rows
         hidden, _ = add_rms_norm(residual[rows], update[rows], self._norm, eps)
-        return self._head(hidden).float()
+        return self._head(hidden, torch.float32)

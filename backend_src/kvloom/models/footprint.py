@@ -5,6 +5,7 @@ import torch
 from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
 from kvloom.ops.linear import kernels_bytes, packed_bytes
+from kvloom.ops.native import find_compiler
 
 SAMPLER_LOGITS = 9
 """fp32 matrices [R, vocab] that sampling holds at most: the logits, an edited copy, the scaled copy, its rows that have
@@ -26,7 +27,12 @@ def weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def products_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """Bytes of compiled products, which gather while a server runs; arguments as of ``step_bytes``."""
+    """Bytes of compiled products, which gather while a server runs; arguments as of ``step_bytes``.
+
+    The products in C++ are compiled before.
+    """
+    if find_compiler() is not None:
+        return 0
     layer = [(columns, tokens) for _, columns in _layer_shapes(spec)]
     return kernels_bytes([*layer, (spec.hidden_size, rows)], dtype)
 
@@ -56,9 +62,13 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
     qkv = tokens * (heads_out + 2 * kv_out) * size
     # queries and keys in fp32, their products with cosine and sine, and the rotated ones
     rotary = 3 * tokens * (heads_out + kv_out) * fp32
-    attention = tokens * heads_out * size + attention_bytes(
-        min(tokens, length), length, spec.n_heads, spec.n_kv_heads, spec.head_dim, size, kv_dtype_bytes
-    )
+    attention = tokens * heads_out * size
+    if find_compiler() is not None:
+        attention += tokens * heads_out * size
+    else:
+        attention += attention_bytes(
+            min(tokens, length), length, spec.n_heads, spec.n_kv_heads, spec.head_dim, size, kv_dtype_bytes
+        )
     # gate and up, the activated gate, its product with up
     mlp = 4 * tokens * spec.intermediate_size * size
     logits = rows * spec.vocab_size * max(SAMPLER_LOGITS * fp32, size + fp32)

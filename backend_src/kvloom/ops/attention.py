@@ -1,6 +1,10 @@
 """Attention over the paged cache."""
 
+from ctypes import c_float, c_int64
+
 import torch
+
+from kvloom.ops.native import address, library
 
 
 def paged_attention(
@@ -29,6 +33,9 @@ def paged_attention(
     Returns:
         [T, heads, head_dim] in q's dtype.
     """
+    done = _native(q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale)
+    if done is not None:
+        return done
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
     out = torch.empty_like(q)
@@ -51,6 +58,44 @@ def paged_attention(
         mixed = torch.matmul(scores.softmax(-1), v)
         out[start:end] = mixed.view(kv_heads, count, group, head_dim).transpose(0, 1).reshape(count, -1, head_dim)
     return out
+
+
+def _native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor | None:
+    """The same in C++; None where that can't be."""
+    lib = library(q, k_cache, v_cache)
+    if lib is None:
+        return None
+    assert q.is_contiguous() and k_cache.stride() == v_cache.stride() and k_cache[0].is_contiguous()
+    out = torch.empty_like(q)
+    kv_heads, block_size, head_dim = k_cache.shape[1:]
+    failed = lib.kvloom_paged_attention(
+        address(q),
+        q.dtype is torch.bfloat16,
+        address(k_cache),
+        address(v_cache),
+        k_cache.dtype is torch.bfloat16,
+        address(block_tables),
+        c_int64(block_tables.stride(0)),
+        address(query_starts),
+        address(seq_lens),
+        c_int64(len(seq_lens)),
+        c_int64(q.shape[1]),
+        c_int64(kv_heads),
+        c_int64(head_dim),
+        c_int64(block_size),
+        c_int64(k_cache.stride(0)),
+        c_float(scale),
+        address(out),
+    )
+    return None if failed else out
 
 
 def attention_bytes(

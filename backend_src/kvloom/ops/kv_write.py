@@ -1,6 +1,10 @@
 """Rotary position embedding and the write of new keys and values into the paged cache."""
 
+from ctypes import c_int64
+
 import torch
+
+from kvloom.ops.native import address, library
 
 
 def rope_kv_write(
@@ -28,6 +32,28 @@ def rope_kv_write(
     """
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]
+    lib = library(qkv, k_cache, v_cache)
+    if lib is not None:
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
+        lib.kvloom_rope_kv_write(
+            address(qkv),
+            qkv.dtype is torch.bfloat16,
+            address(cos_sin),
+            address(positions),
+            address(slots),
+            address(k_cache),
+            address(v_cache),
+            k_cache.dtype is torch.bfloat16,
+            c_int64(tokens),
+            c_int64(heads),
+            c_int64(kv_heads),
+            c_int64(head_dim),
+            c_int64(block_size),
+            c_int64(k_cache.stride(0)),
+            address(queries),
+        )
+        return queries
     half = head_dim // 2
     qkv = qkv.view(tokens, -1, head_dim)
     heads = qkv.shape[1] - 2 * kv_heads

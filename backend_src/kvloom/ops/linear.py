@@ -1,14 +1,18 @@
 """Matrix products with weights that are packed once."""
 
 from collections.abc import Iterable
+from ctypes import c_int64
+from typing import Protocol
 
 import torch
 
+from kvloom.ops.native import address, library
+
 BATCH_HINT = 32
-"""Rows per product that the packed layout is chosen for: a decode batch."""
+"""oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
 
 MAX_SUM = 192
-"""Longest sum of fp32 products that oneDNN adds up in one accumulator.
+"""oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
 
 Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
 plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
@@ -35,26 +39,79 @@ def kernel_rows(rows: int) -> int:
     return max(2, -(-rows // step) * step) if rows else 0
 
 
-class PackedLinear:
-    """y = x @ weight.T with the weight in oneDNN's blocked layout (fp32 or bf16, CPU).
+class Linear(Protocol):
+    """y = x @ weight.T; what a row gives does not depend on how many rows there are."""
 
-    Packing makes small batches run at memory bandwidth, where a plain product does not. A row's result does not depend
-    on how many rows there are.
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[T, in_features] to [T, out_features], in x's dtype or ``out_dtype`` (fp32)."""
+
+
+def pack_linear(weight: torch.Tensor) -> Linear:
+    """Pack a weight [out_features, in_features] (fp32 or bf16, CPU) so that small batches run at memory bandwidth.
+
+    A plain product does not. In C++ where that is built, else oneDNN's packed product.
     """
+    return OneDnnLinear(weight) if library(weight) is None else NativeLinear(weight)
+
+
+class NativeLinear:
+    """See cpu/linear.cpp."""
 
     def __init__(self, weight: torch.Tensor):
-        """Pack a weight [out_features, in_features]."""
+        lib = library(weight)
+        assert lib is not None
+        self._lib = lib
+        self._out_features, in_features = weight.shape
+        pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
+        panel = lib.kvloom_linear_panel()
+        self._in_features = -(-in_features // pair) * pair
+        panels = -(-self._out_features // panel)
+        self._packed = torch.empty(panels * panel * self._in_features, dtype=weight.dtype)
+        weight = weight.contiguous()
+        lib.kvloom_linear_pack(
+            address(weight),
+            weight.dtype is torch.bfloat16,
+            c_int64(self._out_features),
+            c_int64(in_features),
+            c_int64(self._in_features),
+            address(self._packed),
+        )
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        if x.shape[1] != self._in_features:
+            x = torch.nn.functional.pad(x, (0, self._in_features - x.shape[1]))
+        assert x.is_contiguous() and x.dtype is self._packed.dtype
+        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        self._lib.kvloom_linear(
+            address(x),
+            x.dtype is torch.bfloat16,
+            c_int64(x.shape[0]),
+            c_int64(x.shape[1]),
+            address(self._packed),
+            c_int64(self._out_features),
+            address(out),
+            out.dtype is torch.bfloat16,
+        )
+        return out
+
+
+class OneDnnLinear:
+    """The weight in oneDNN's blocked layout."""
+
+    def __init__(self, weight: torch.Tensor):
         self._split = _split(weight.shape[1], weight.dtype)
         self._packed = [
             torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
             for part in weight.split(self._split, 1)
         ]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] to [T, out_features], in x's dtype."""
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
         rows = x.shape[0]
         padding = kernel_rows(rows) - rows
-        return self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
+        y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
+        return y.to(out_dtype or x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         first, *others = x.split(self._split, 1)
@@ -65,7 +122,7 @@ class PackedLinear:
 
 
 def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Bytes of a weight [out_features, in_features] in ``PackedLinear``."""
+    """Bytes of a weight [out_features, in_features] in ``OneDnnLinear``; a little more than in ``NativeLinear``."""
     split = _split(in_features, dtype)
     widths = [min(split, in_features - start) for start in range(0, in_features, split)]
     row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)

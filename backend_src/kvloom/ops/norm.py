@@ -1,6 +1,10 @@
 """Residual add and RMS normalization."""
 
+from ctypes import c_float, c_int64
+
 import torch
+
+from kvloom.ops.native import address, library
 
 
 def add_rms_norm(
@@ -17,6 +21,23 @@ def add_rms_norm(
     Returns:
         (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]).
     """
+    lib = library(residual, weight) if update is None else library(residual, weight, update)
+    if lib is not None:
+        total, normed = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
+        scales = weight.float()
+        lib.kvloom_add_rms_norm(
+            address(residual),
+            None if update is None else address(update),
+            update is not None and update.dtype is torch.bfloat16,
+            address(scales),
+            c_float(eps),
+            c_int64(residual.shape[0]),
+            c_int64(residual.shape[1]),
+            address(total),
+            address(normed),
+            normed.dtype is torch.bfloat16,
+        )
+        return normed, total
     if update is not None:
         residual = residual + update
     normed = torch.nn.functional.rms_norm(residual, weight.shape, weight.float(), eps)

@@ -1,0 +1,130 @@
+// What every CPU op shares: vectors of the machine's width, bf16, exp.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define LANES_512 1
+constexpr int LANES = 16;
+#else
+#define LANES_512 0
+constexpr int LANES = 8;
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
+
+static inline floats load(const float* p) {
+    floats x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static inline floats load(const bf16* p) {
+    halves h;
+    std::memcpy(&h, p, sizeof h);
+    return (floats)(__builtin_convertvector(h, words) << 16);
+}
+
+static inline void store(float* p, floats x) {
+    std::memcpy(p, &x, sizeof x);
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+static inline void store(bf16* p, floats x) {
+    words u = (words)x;
+    words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    words nan = (words)(x != x);
+    halves h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), halves);
+    std::memcpy(p, &h, sizeof h);
+}
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    std::memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+static inline void narrow(float* p, float x) { *p = x; }
+static inline void narrow(bf16* p, float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, sizeof u);
+    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    p->bits = x != x ? 0x7fc0 : (uint16_t)rounded;
+}
+
+// e^x for x <= 88, about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2, ln(2) in two parts (Cephes' expf).
+// Below -87 it is the smallest normal number, which beside the largest term of a softmax is nothing.
+static inline floats exp_of(floats x) {
+    x = x < -87.0f ? floats{} - 87.0f : x;
+    const floats magic = floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    floats shifted = x * 1.44269504088896341f + magic;
+    floats n = shifted - magic;
+    floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    floats p = floats{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    words scale = ((words)shifted << 23) + 0x3f800000u;
+    return p * (floats)scale;
+}
+
+// Transposes LANES vectors of LANES numbers by swapping ever larger blocks off the diagonal (Eklundh, 1972).
+static inline void transpose(floats* rows) {
+    typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
+    for (int size = 1; size < LANES; size *= 2) {
+        lanes first, second;
+        for (int l = 0; l < LANES; l++) {
+            first[l] = l & size ? LANES + l - size : l;
+            second[l] = l & size ? LANES + l : l + size;
+        }
+        for (int i = 0; i < LANES; i++) {
+            if (i & size) continue;
+            const floats a = rows[i], b = rows[i + size];
+            rows[i] = __builtin_shuffle(a, b, first);
+            rows[i + size] = __builtin_shuffle(a, b, second);
+        }
+    }
+}
+
+// Halves the width of a vector by an operation on its two halves.
+#define FOLD(NAME, NARROW, WIDE, LOW_HIGH)                                 \
+    static inline NARROW NAME(WIDE x) {                                    \
+        NARROW low, high;                                                  \
+        std::memcpy(&low, &x, sizeof low);                                 \
+        std::memcpy(&high, (const char*)&x + sizeof low, sizeof high);     \
+        return LOW_HIGH;                                                   \
+    }
+#if LANES_512
+FOLD(fold_sum, floats8, floats, low + high)
+FOLD(fold_max, floats8, floats, low > high ? low : high)
+#endif
+FOLD(fold_sum, floats4, floats8, low + high)
+FOLD(fold_max, floats4, floats8, low > high ? low : high)
+#undef FOLD
+
+static inline float sum_of(floats4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+static inline float max_of(floats4 x) {
+    const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+    return a > b ? a : b;
+}
+static inline float sum_of(floats8 x) { return sum_of(fold_sum(x)); }
+static inline float max_of(floats8 x) { return max_of(fold_max(x)); }
+#if LANES_512
+static inline float sum_of(floats x) { return sum_of(fold_sum(x)); }
+static inline float max_of(floats x) { return max_of(fold_max(x)); }
+#endif

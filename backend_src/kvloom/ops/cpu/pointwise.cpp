@@ -1,0 +1,132 @@
+// Residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
+#include <cmath>
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
+
+template <typename U, typename O>
+void add_rms_norm(const float* residual, const U* update, const float* weight, float eps, int64_t rows, int64_t width,
+                  float* sum, O* normed) {
+#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* in = residual + r * width;
+        float* added = sum + r * width;
+        float squares = 0.0f;
+        if (update) {
+            const U* more = update + r * width;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < width; i++) {
+                const float x = in[i] + widen(more[i]);
+                added[i] = x;
+                squares += x * x;
+            }
+        } else {
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < width; i++) {
+                added[i] = in[i];
+                squares += in[i] * in[i];
+            }
+        }
+        const float scale = 1.0f / std::sqrt(squares / width + eps);
+        O* out = normed + r * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * weight[i]);
+    }
+}
+
+template <typename Q, typename T>
+void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, T* k_cache,
+                   T* v_cache, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+                   int64_t block_stride, Q* q_out) {
+    const int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+    for (int64_t t = 0; t < rows; t++) {
+        const Q* row = qkv + t * (heads + 2 * kv_heads) * dim;
+        const float* cosines = cos_sin + positions[t] * dim;
+        const float* sines = cosines + half;
+        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            const Q* in = row + h * dim;
+            Q* out = q_out + (t * heads + h) * dim;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float a = widen(in[i]), b = widen(in[half + i]);
+                narrow(out + i, a * cosines[i] - b * sines[i]);
+                narrow(out + half + i, b * cosines[i] + a * sines[i]);
+            }
+        }
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const Q* key = row + (heads + h) * dim;
+            const Q* value = row + (heads + kv_heads + h) * dim;
+            T* k = k_cache + place + h * block_size * dim;
+            T* v = v_cache + place + h * block_size * dim;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float a = widen(key[i]), b = widen(key[half + i]);
+                narrow(k + i, a * cosines[i] - b * sines[i]);
+                narrow(k + half + i, b * cosines[i] + a * sines[i]);
+            }
+#pragma omp simd
+            for (int64_t i = 0; i < dim; i++) narrow(v + i, widen(value[i]));
+        }
+    }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
+#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* gate = gate_up + r * 2 * width;
+        const T* up = gate + width;
+        T* o = out + r * width;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const floats g = load(gate + i);
+            floats minus = floats{} - g;
+            minus = minus > 88.0f ? floats{} + 88.0f : minus;
+            store(o + i, g / (exp_of(minus) + 1.0f) * load(up + i));
+        }
+        for (; i < width; i++) {
+            const float g = widen(gate[i]);
+            narrow(o + i, g / (std::exp(-g) + 1.0f) * widen(up[i]));
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const float* weight,
+                                    float eps, int64_t rows, int64_t width, float* sum, void* normed,
+                                    int normed_bf16) {
+#define CALL(U, O) \
+    add_rms_norm<U, O>(residual, (const U*)update, weight, eps, rows, width, sum, (O*)normed)
+    if (update_bf16)
+        normed_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
+    else
+        normed_bf16 ? CALL(float, bf16) : CALL(float, float);
+#undef CALL
+}
+
+extern "C" void kvloom_rope_kv_write(const void* qkv, int qkv_bf16, const float* cos_sin, const int64_t* positions,
+                                     const int64_t* slots, void* k, void* v, int cache_bf16, int64_t rows,
+                                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+                                     int64_t block_stride, void* q_out) {
+#define CALL(Q, T)                                                                                                  \
+    rope_kv_write<Q, T>((const Q*)qkv, cos_sin, positions, slots, (T*)k, (T*)v, rows, heads, kv_heads, dim, block_size, \
+                        block_stride, (Q*)q_out)
+    if (qkv_bf16)
+        cache_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
+    else
+        cache_bf16 ? CALL(float, bf16) : CALL(float, float);
+#undef CALL
+}
+
+extern "C" void kvloom_silu_mul(const void* gate_up, int is_bf16, int64_t rows, int64_t width, void* out) {
+    if (is_bf16)
+        silu_mul<bf16>((const bf16*)gate_up, rows, width, (bf16*)out);
+    else
+        silu_mul<float>((const float*)gate_up, rows, width, (float*)out);
+}

@@ -1,0 +1,86 @@
+"""The C++ ops for CPUs: built once by the machine's compiler, found again in a cache folder."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+_library: ctypes.CDLL | None = None
+
+
+def use_native(cache: Path) -> bool:
+    """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
+
+    The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
+
+    Args:
+        cache: folder for built libraries; one per compiler, flags, instruction set and source.
+
+    Returns:
+        Whether the ops are in C++.
+    """
+    global _library
+    compiler = find_compiler()
+    if compiler is None:
+        log.warning("no C++ compiler (g++) found: the CPU ops run in plain torch, several times slower")
+        return False
+    path = cache / f"{_identity(compiler)}.so"
+    if not path.exists():
+        log.warning("building the CPU ops with %s, once; takes about 10 s", compiler)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            built = Path(folder) / "ops.so"
+            command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(built)]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                log.warning("building the CPU ops failed, they run in plain torch:\n%s", result.stderr[-2000:])
+                return False
+            os.replace(built, path)
+    _library = ctypes.CDLL(str(path))
+    return True
+
+
+def find_compiler() -> str | None:
+    """Path of the machine's C++ compiler."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def stop_using_native() -> None:
+    """Let the ops run in plain torch."""
+    global _library
+    _library = None
+
+
+def library(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The library, where it can work with these tensors: on the CPU, fp32 or bf16."""
+    if _library is None or any(t.device.type != "cpu" or t.dtype not in _FLOATS for t in tensors):
+        return None
+    return _library
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Where a tensor's first element is."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _identity(compiler: str) -> str:
+    """A hash of everything that the library depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    target = [compiler, "-march=native", "-Q", "--help=target"]
+    instructions = subprocess.run(target, capture_output=True, text=True, check=True).stdout
+    parts = [version, instructions, " ".join(FLAGS)]
+    parts += [path.read_text() for path in sorted(SOURCES.iterdir())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
