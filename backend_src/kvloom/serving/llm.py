@@ -1,5 +1,6 @@
 """The `llm` model: Triton's Python-backend interface over the loop."""
 
+import gc
 import json
 import logging
 from typing import Any
@@ -63,6 +64,8 @@ class LlmModel:
         self._link.stop()
         self._loop.stop()
         self._outboxes.stop()
+        # what a cycle of references still holds of Triton's must not be freed after its stub
+        gc.collect()
 
     def _assemble(self, settings: Settings) -> Engine:
         self._assembly: Assembly = assemble(settings)
