@@ -1,0 +1,63 @@
+"""Building the C++ ops: once, and never in silence where it can't be done."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from kvloom.fetch import cache_folder
+from kvloom.ops.activation import silu_mul
+from kvloom.ops.native import library, stop_using_native, use_native
+
+
+@pytest.fixture(autouse=True)
+def _no_library():
+    stop_using_native()
+    yield
+    stop_using_native()
+
+
+def test_a_built_library_is_found_again(caplog):
+    assert use_native(cache_folder("ops"))
+    caplog.clear()
+    assert use_native(cache_folder("ops"))
+    assert caplog.text == ""
+    assert library(torch.zeros(1)) is not None
+    assert library(torch.zeros(1, dtype=torch.float64)) is None
+
+
+def test_without_a_compiler_the_log_says_so_and_torch_computes(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not use_native(tmp_path / "cache")
+    assert "no C++ compiler" in caplog.text
+    x = torch.randn(3, 8)
+    assert torch.allclose(silu_mul(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch, caplog):
+    compiler = tmp_path / "g++"
+    # it knows what it is asked about itself, but builds nothing
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-o*) echo "out of luck" >&2; exit 1;; esac\necho 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with caplog.at_level(logging.WARNING):
+        assert not use_native(tmp_path / "cache")
+    assert "out of luck" in caplog.text
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):
+    real = shutil.which("g++")
+    assert real is not None
+    assert use_native(tmp_path)
+    first = list(tmp_path.glob("*.so"))
+    assert use_native(tmp_path)
+    assert list(tmp_path.glob("*.so")) == first
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo another || exec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/bin:/usr/bin")
+    assert use_native(tmp_path)
+    assert len(list(tmp_path.glob("*.so"))) == 2
