@@ -29,7 +29,9 @@ from kvloom.repository import ModelRepository
 from kvloom.request import Delta, Request, SamplingParams
 from kvloom_client import AsyncClient, HttpClient
 
-SETTINGS = {"block_size": "32", "kv_blocks": "512"}
+SETTINGS = {"block_size": "32", "kv_blocks": "512", "prefix_cache": "false"}
+"""Without prefix reuse: every round sends the same prompts, and all of them shall be computed."""
+
 STREAMS = (1, 8, 32)
 DOORS = ("in-process", "grpc", "http")
 PROMPT_TOKENS = 128
