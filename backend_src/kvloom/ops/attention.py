@@ -43,6 +43,8 @@ def paged_attention(
     for b, length in enumerate(seq_lens.tolist()):
         start, end = starts[b], starts[b + 1]
         count = end - start
+        if not count:
+            continue
         blocks = block_tables[b, : -(-length // block_size)]
         k, v = (
             cache.index_select(0, blocks).transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length].float()

@@ -62,6 +62,7 @@ class NativeLinear:
         assert lib is not None
         self._lib = lib
         self._out_features, in_features = weight.shape
+        self._width = in_features
         pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
         panel = lib.kvloom_linear_panel()
         self._in_features = -(-in_features // pair) * pair
@@ -79,8 +80,9 @@ class NativeLinear:
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Linear``."""
-        if x.shape[1] != self._in_features:
-            x = torch.nn.functional.pad(x, (0, self._in_features - x.shape[1]))
+        assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
+        if self._width != self._in_features:
+            x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
         assert x.is_contiguous() and x.dtype is self._packed.dtype
         out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_linear(

@@ -217,12 +217,13 @@ int dispatch(const void* q, const void* k, const void* v, const int32_t* tables,
 
 }  // namespace
 
-// Returns 0, or 1 where there is no kernel for this head_dim.
+// Returns 0, or 1 where there is no kernel for this head_dim, or a tile would run over the end of a block.
 extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, const void* v, int cache_bf16,
                                       const int32_t* tables, int64_t table_stride, const int32_t* starts,
                                       const int32_t* lens, int64_t sequences, int64_t heads, int64_t kv_heads,
                                       int64_t head_dim, int64_t block_size, int64_t block_stride, float scale,
                                       void* out) {
+    if (block_size > TILE && block_size % TILE) return 1;
     const Shape shape{heads, kv_heads, block_size, block_stride, table_stride, scale};
     if (q_bf16 && cache_bf16)
         return dispatch<bf16, bf16>(q, k, v, tables, starts, lens, sequences, head_dim, shape, out);
