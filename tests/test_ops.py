@@ -51,7 +51,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
-    [(4, 4, 16, 8), (9, 3, 64, 16), (8, 1, 80, 32), (4, 2, 128, 64), (5, 1, 96, 8), (6, 3, 32, 32), (2, 2, 20, 16)],
+    [
+        (4, 4, 16, 8),
+        (9, 3, 64, 16),
+        (8, 1, 80, 32),
+        (4, 2, 128, 64),
+        (5, 1, 96, 8),
+        (6, 3, 32, 32),
+        (2, 2, 20, 16),
+        (4, 2, 16, 48),
+    ],
 )
 def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
     # (tokens in the cache after this step, of which this step's): decodes, whole prompts, chunks, block edges
