@@ -76,21 +76,21 @@ public:
     int rows(const Task& task) const { return task.tokens * group_; }
 
     // All of a task by one thread.
-    void whole(const Task& task, Scratch& scratch) const {
+    void whole(const Task& task, const Places& after, Scratch& scratch) const {
         const Buffers buffers = begin(task, scratch);
         const State state = take_state<D>(scratch, rows(task)), part = take_state<D>(scratch, rows(task));
         state.clear<D>(rows(task));
         for (int64_t i = 0; i < task.parts(); i++) {
-            attend_part(task, i, buffers, part);
+            attend_part(task, i, i + 1 < task.parts() ? find(task, (i + 1) * PART) : after, buffers, part);
             merge<D>(rows(task), part, state);
         }
         finish(task, state);
     }
 
     // One part of a task.
-    void part(const Task& task, int64_t index, Scratch& scratch, float* partials) const {
+    void part(const Task& task, int64_t index, const Places& after, Scratch& scratch, float* partials) const {
         const Buffers buffers = begin(task, scratch);
-        attend_part(task, index, buffers, partial(task, index, partials));
+        attend_part(task, index, after, buffers, partial(task, index, partials));
     }
 
     // The end of a task whose parts are all there.
@@ -102,7 +102,7 @@ public:
         finish(task, state);
     }
 
-private:
+
     Buffers begin(const Task& task, Scratch& scratch) const {
         constexpr int W = WORDS<M, D>;
         scratch.reset(rows(task) * W + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
@@ -124,14 +124,16 @@ private:
         return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
     }
 
-    void attend_part(const Task& task, int64_t index, const Buffers& buffers, const State& state) const {
+    void attend_part(const Task& task, int64_t index, const Places& after, const Buffers& buffers, const State& state) const {
         state.clear<D>(rows(task));
         const int64_t end = std::min(task.position + task.tokens, (index + 1) * PART);
         std::vector<int> seen(rows(task));
+        Places next = find(task, index * PART);
         for (int64_t first = index * PART; first < end; first += TILE) {
-            const Places places = find(task, first, std::min<int64_t>(TILE, end - first));
-            pack_keys<M, D>(k_, places, buffers.keys);
-            pack_values<M, D>(v_, places, buffers.values);
+            const Places places = next;
+            next = first + TILE < end ? find(task, first + TILE) : after;
+            pack_keys<M, D>(k_, places, next, buffers.keys);
+            pack_values<M, D>(v_, places, next, buffers.values);
             // a token sees itself and what comes before it; those before `first` see nothing of this tile
             const int blind = std::max<int64_t>(0, first - task.position) * group_;
             for (int r = blind; r < rows(task); r++)
@@ -141,9 +143,11 @@ private:
         }
     }
 
-    Places find(const Task& task, int64_t first, int n) const {
+    // Where the tile that begins with key `first` lies.
+    Places find(const Task& task, int64_t first) const {
         const int32_t* table = tables_ + task.sequence * shape_.table_stride;
         const int64_t bs = shape_.block_size;
+        const int n = std::min<int64_t>(TILE, task.position + task.tokens - first);
         Places places;
         places.n = n;
         for (int j = 0; j < n;) {
@@ -217,10 +221,14 @@ void run(const Q* q, const T* k, const T* v, const int32_t* tables, const int32_
     {
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < pieces.size(); i++) {
+            Places after;
+            after.n = 0;
+            const size_t n = i + omp_get_num_threads();
+            if (n < pieces.size()) after = attention.find(*pieces[n].task, std::max<int64_t>(0, pieces[n].part) * PART);
             if (pieces[i].part < 0)
-                attention.whole(*pieces[i].task, scratch);
+                attention.whole(*pieces[i].task, after, scratch);
             else
-                attention.part(*pieces[i].task, pieces[i].part, scratch, partials.get());
+                attention.part(*pieces[i].task, pieces[i].part, after, scratch, partials.get());
         }
         if (!divided.empty()) {
 #pragma omp for schedule(dynamic, 1)

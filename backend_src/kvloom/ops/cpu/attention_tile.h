@@ -96,6 +96,13 @@ struct Places {
     int64_t at[TILE];
 };
 
+// Asks for the rows of LANES places from `first` on before they are needed, into the L2 cache.
+template <int D, typename T>
+static inline void fetch(const T* cache, const Places& places, int first) {
+    for (int j = first; j < std::min(places.n, first + LANES); j++)
+        for (int i = 0; i < D; i += 64 / (int)sizeof(T)) __builtin_prefetch(cache + places.at[j] + i, 0, 2);
+}
+
 // LANES keys from `first` on, in the WIDTH words from `column` on, turned.
 template <typename M, int WIDTH, typename T>
 static inline void pack_block(const T* cache, const Places& places, int first, int column, uint32_t* packed) {
@@ -117,9 +124,10 @@ static inline void pack_block(const T* cache, const Places& places, int first, i
 
 // Keys as [groups][WORDS][GROUP], so that a query's scores of neighbouring keys are neighbours; zeros past the end.
 template <typename M, int D, typename T>
-void pack_keys(const T* cache, const Places& places, uint32_t* packed) {
+void pack_keys(const T* cache, const Places& places, const Places& next, uint32_t* packed) {
     constexpr int W = WORDS<M, D>;
     for (int first = 0; first < (places.n + GROUP - 1) / GROUP * GROUP; first += LANES) {
+        fetch<D>(cache, next, first);
         uint32_t* out = packed + first / GROUP * W * GROUP + first % GROUP;
         int column = 0;
         for (; column + LANES <= W; column += LANES)
@@ -130,8 +138,9 @@ void pack_keys(const T* cache, const Places& places, uint32_t* packed) {
 
 // Values as [keys / SIZE][D], the keys of a pair side by side; zeros past the end.
 template <typename M, int D, typename T>
-void pack_values(const T* cache, const Places& places, uint32_t* packed) {
+void pack_values(const T* cache, const Places& places, const Places& next, uint32_t* packed) {
     for (int j = 0; j < places.n; j += M::SIZE, packed += D) {
+        if (j % LANES == 0) fetch<D>(cache, next, j);
         const T* row = cache + places.at[j];
         if constexpr (M::SIZE == 1)
             for (int i = 0; i < D; i += LANES) store(packed + i, (words)load(row + i));
