@@ -18,6 +18,17 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
+_P, _B, _N, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+_ARGUMENTS = {
+    "kvloom_add_rms_norm": (_P, _P, _B, _P, _B, _F, _N, _N, _P, _P),
+    "kvloom_silu_mul": (_P, _B, _N, _N, _P),
+    "kvloom_rope_kv_write": (_P, _B, _P, _P, _P, _P, _P, _B, _N, _N, _N, _N, _N, _N, _P),
+    "kvloom_paged_attention": (_P, _B, _P, _P, _B, _P, _N, _P, _P, _N, _N, _N, _N, _N, _N, _F, _P),
+    "kvloom_likeliest": (_P, _N, _N, _P, _P),
+}
+"""What the functions take; where it is declared, a call takes plain numbers, and half the time."""
+
 _library: ctypes.CDLL | None = None
 
 
@@ -50,6 +61,8 @@ def use_native(cache: Path) -> bool:
                 return False
             os.replace(built, path)
     _library = ctypes.CDLL(str(path))
+    for name, arguments in _ARGUMENTS.items():
+        getattr(_library, name).argtypes = arguments
     return True
 
 
@@ -66,8 +79,9 @@ def stop_using_native() -> None:
 
 def library(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """The library, where it can work with these tensors: on the CPU, fp32 or bf16."""
-    if _library is None or any(t.device.type != "cpu" or t.dtype not in _FLOATS for t in tensors):
-        return None
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.dtype not in _FLOATS:
+            return None
     return _library
 
 
