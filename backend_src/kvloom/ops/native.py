@@ -14,7 +14,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -32,13 +32,14 @@ _ARGUMENTS = {
 _library: ctypes.CDLL | None = None
 
 
-def use_native(cache: Path) -> bool:
+def use_native(cache: Path, machine: str = "native") -> bool:
     """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
 
     The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
 
     Args:
         cache: folder for built libraries; one per compiler, flags, instruction set and source.
+        machine: whose instructions may be used, as the compiler's -march takes it.
 
     Returns:
         Whether the ops are in C++.
@@ -48,13 +49,20 @@ def use_native(cache: Path) -> bool:
     if compiler is None:
         log.warning("no C++ compiler (g++) found: the CPU ops run in plain torch, several times slower")
         return False
-    path = cache / f"{_identity(compiler)}.so"
+    path = cache / f"{_identity(compiler, machine)}.so"
     if not path.exists():
-        log.warning("building the CPU ops with %s, once; takes about 10 s", compiler)
+        log.warning("building the CPU ops with %s, once; takes about 20 s", compiler)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "ops.so"
-            command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(built)]
+            command = [
+                compiler,
+                *FLAGS,
+                f"-march={machine}",
+                *map(str, sorted(SOURCES.glob("*.cpp"))),
+                "-o",
+                str(built),
+            ]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
                 log.warning("building the CPU ops failed, they run in plain torch:\n%s", result.stderr[-2000:])
@@ -90,10 +98,10 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _identity(compiler: str) -> str:
+def _identity(compiler: str, machine: str) -> str:
     """A hash of everything that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    target = [compiler, "-march=native", "-Q", "--help=target"]
+    target = [compiler, f"-march={machine}", "-Q", "--help=target"]
     instructions = subprocess.run(target, capture_output=True, text=True, check=True).stdout
     parts = [version, instructions, " ".join(FLAGS)]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir())]

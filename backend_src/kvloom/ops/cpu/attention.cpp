@@ -60,18 +60,24 @@ constexpr int64_t state_size(int64_t rows) {
     return rows * (D + 2);
 }
 
-template <typename M, int D, typename Q, typename T>
+// Queries and what becomes of them, [tokens, heads, head_dim]; both fp32 or both bf16.
+struct Rows {
+    const void* queries;
+    void* out;
+    bool are_bf16;
+};
+
+template <typename M, int D, typename T>
 class Attention {
-    const Q* q_;
+    const Rows q_;
     const T *k_, *v_;
     const int32_t* tables_;
     const Shape& shape_;
-    Q* out_;
     const int group_;
 
 public:
-    Attention(const Q* q, const T* k, const T* v, const int32_t* tables, const Shape& shape, Q* out)
-        : q_(q), k_(k), v_(v), tables_(tables), shape_(shape), out_(out), group_(shape.heads / shape.kv_heads) {}
+    Attention(const Rows& q, const T* k, const T* v, const int32_t* tables, const Shape& shape)
+        : q_(q), k_(k), v_(v), tables_(tables), shape_(shape), group_(shape.heads / shape.kv_heads) {}
 
     int rows(const Task& task) const { return task.tokens * group_; }
 
@@ -102,47 +108,6 @@ public:
         finish(task, state);
     }
 
-
-    Buffers begin(const Task& task, Scratch& scratch) const {
-        constexpr int W = WORDS<M, D>;
-        scratch.reset(rows(task) * W + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
-        const Buffers buffers{scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
-                              scratch.take<uint32_t>(TILE * W)};
-        auto* queries = (typename M::number*)buffers.queries;
-        for (int t = 0; t < task.tokens; t++)
-            for (int i = 0; i < group_ * D; i += LANES) store(queries + t * group_ * D + i, load(row(q_, task, t) + i));
-        return buffers;
-    }
-
-    template <typename P>
-    P* row(P* tokens, const Task& task, int t) const {
-        return tokens + ((task.token + t) * shape_.heads + task.kv_head * group_) * D;
-    }
-
-    State partial(const Task& task, int64_t index, float* partials) const {
-        float* sums = partials + task.partial + index * state_size<D>(rows(task));
-        return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
-    }
-
-    void attend_part(const Task& task, int64_t index, const Places& after, const Buffers& buffers, const State& state) const {
-        state.clear<D>(rows(task));
-        const int64_t end = std::min(task.position + task.tokens, (index + 1) * PART);
-        std::vector<int> seen(rows(task));
-        Places next = find(task, index * PART);
-        for (int64_t first = index * PART; first < end; first += TILE) {
-            const Places places = next;
-            next = first + TILE < end ? find(task, first + TILE) : after;
-            pack_keys<M, D>(k_, places, next, buffers.keys);
-            pack_values<M, D>(v_, places, next, buffers.values);
-            // a token sees itself and what comes before it; those before `first` see nothing of this tile
-            const int blind = std::max<int64_t>(0, first - task.position) * group_;
-            for (int r = blind; r < rows(task); r++)
-                seen[r] = std::min<int64_t>(places.n, task.position + r / group_ + 1 - first);
-            attend_tile<M, D>(blind, rows(task), buffers.queries, buffers.keys, buffers.values, seen.data(),
-                              shape_.scale, state);
-        }
-    }
-
     // Where the tile that begins with key `first` lies.
     Places find(const Task& task, int64_t first) const {
         const int32_t* table = tables_ + task.sequence * shape_.table_stride;
@@ -159,14 +124,66 @@ public:
         return places;
     }
 
+private:
+    Buffers begin(const Task& task, Scratch& scratch) const {
+        constexpr int W = WORDS<M, D>;
+        scratch.reset(rows(task) * (W + 1) + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
+        const Buffers buffers{scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
+                              scratch.take<uint32_t>(TILE * W), scratch.take<int>(rows(task))};
+        auto* queries = (typename M::number*)buffers.queries;
+        for (int t = 0; t < task.tokens; t++, queries += group_ * D) {
+            if (q_.are_bf16)
+                copy((const bf16*)q_.queries + row(task, t), 1.0f, group_, queries);
+            else
+                copy((const float*)q_.queries + row(task, t), 1.0f, group_, queries);
+        }
+        return buffers;
+    }
+
+    // Where the rows of a task's token begin.
+    int64_t row(const Task& task, int t) const {
+        return ((task.token + t) * shape_.heads + task.kv_head * group_) * D;
+    }
+
+    template <typename I, typename O>
+    static void copy(const I* in, float factor, int rows, O* out) {
+        for (int i = 0; i < rows * D; i += LANES) store(out + i, load(in + i) * factor);
+    }
+
+    State partial(const Task& task, int64_t index, float* partials) const {
+        float* sums = partials + task.partial + index * state_size<D>(rows(task));
+        return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
+    }
+
+    // `after` is what this thread will need when it is done.
+    void attend_part(const Task& task, int64_t index, const Places& after, const Buffers& buffers,
+                     const State& state) const {
+        state.clear<D>(rows(task));
+        const int64_t end = std::min(task.position + task.tokens, (index + 1) * PART);
+        Places next = find(task, index * PART);
+        for (int64_t first = index * PART; first < end; first += TILE) {
+            const Places places = next;
+            next = first + TILE < end ? find(task, first + TILE) : after;
+            pack_keys<M, D>(k_, places, next, buffers.keys);
+            pack_values<M, D>(v_, places, next, buffers.values);
+            // a token sees itself and what comes before it; those before `first` see nothing of this tile
+            const int blind = std::max<int64_t>(0, first - task.position) * group_;
+            for (int r = blind; r < rows(task); r++)
+                buffers.seen[r] = std::min<int64_t>(places.n, task.position + r / group_ + 1 - first);
+            attend_tile<M, D>(blind, rows(task), buffers.queries, buffers.keys, buffers.values, buffers.seen,
+                              shape_.scale, state);
+        }
+    }
+
     void finish(const Task& task, const State& state) const {
-        for (int t = 0; t < task.tokens; t++)
-            for (int g = 0; g < group_; g++) {
-                const int r = t * group_ + g;
-                const float scale = 1.0f / state.totals[r];
-                for (int i = 0; i < D; i += LANES)
-                    store(row(out_, task, t) + g * D + i, load(state.sums + r * D + i) * scale);
-            }
+        for (int r = 0; r < rows(task); r++) {
+            const int64_t place = row(task, r / group_) + r % group_ * D;
+            const float scale = 1.0f / state.totals[r];
+            if (q_.are_bf16)
+                copy(state.sums + r * D, scale, 1, (bf16*)q_.out + place);
+            else
+                copy(state.sums + r * D, scale, 1, (float*)q_.out + place);
+        }
     }
 };
 
@@ -196,9 +213,9 @@ int64_t divide(std::vector<Task>& tasks, int group) {
     return memory;
 }
 
-template <typename M, int D, typename Q, typename T>
-void run(const Q* q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
-         int64_t sequences, const Shape& shape, Q* out) {
+template <typename M, int D, typename T>
+void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
+         int64_t sequences, const Shape& shape) {
     std::vector<Task> tasks = make_tasks(starts, lengths, sequences, shape);
     const std::unique_ptr<float[]> partials(new float[divide<D>(tasks, shape.heads / shape.kv_heads)]);
     struct Piece {
@@ -215,7 +232,7 @@ void run(const Q* q, const T* k, const T* v, const int32_t* tables, const int32_
         divided.push_back(&task);
         for (int64_t i = 0; i < task.parts(); i++) pieces.push_back({&task, i});
     }
-    const Attention<M, D, Q, T> attention(q, k, v, tables, shape, out);
+    const Attention<M, D, T> attention(q, k, v, tables, shape);
     static thread_local Scratch scratch;
 #pragma omp parallel
     {
@@ -237,13 +254,11 @@ void run(const Q* q, const T* k, const T* v, const int32_t* tables, const int32_
     }
 }
 
-template <typename M, typename Q, typename T>
-int dispatch(const void* q, const void* k, const void* v, const int32_t* tables, const int32_t* starts,
-             const int32_t* lengths, int64_t sequences, int64_t head_dim, const Shape& shape, void* out) {
-#define CASE(D)                                                                                                       \
-    case D:                                                                                                           \
-        run<M, D>((const Q*)q, (const T*)k, (const T*)v, tables, starts, lengths, sequences, shape, (Q*)out); \
-        return 0;
+template <typename M, typename T>
+int dispatch(const Rows& q, const void* k, const void* v, const int32_t* tables, const int32_t* starts,
+             const int32_t* lengths, int64_t sequences, int64_t head_dim, const Shape& shape) {
+#define CASE(D) \
+    case D: run<M, D>(q, (const T*)k, (const T*)v, tables, starts, lengths, sequences, shape); return 0;
     switch (head_dim) {
         CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(192) CASE(256)
     }
@@ -260,14 +275,11 @@ extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, 
                                       int64_t head_dim, int64_t block_size, int64_t block_stride, float scale,
                                       void* out) {
     const Shape shape{heads, kv_heads, block_size, block_stride, table_stride, scale * float(M_LOG2E)};
-#define CALL(M, Q, T) dispatch<M, Q, T>(q, k, v, tables, starts, lengths, sequences, head_dim, shape, out)
+    const Rows rows{q, out, q_bf16 != 0};
+#define CALL(M, T) dispatch<M, T>(rows, k, v, tables, starts, lengths, sequences, head_dim, shape)
 #if defined(__AVX512BF16__)
-    if (q_bf16 && cache_bf16) return CALL(Pair, bf16, bf16);
-#else
-    if (q_bf16 && cache_bf16) return CALL(Single, bf16, bf16);
+    if (q_bf16 && cache_bf16) return CALL(Pair, bf16);
 #endif
-    if (q_bf16) return CALL(Single, bf16, float);
-    if (cache_bf16) return CALL(Single, float, bf16);
-    return CALL(Single, float, float);
+    return cache_bf16 ? CALL(Single, bf16) : CALL(Single, float);
 #undef CALL
 }

@@ -254,9 +254,10 @@ void softmax_row(float* scores, int seen, int n, float scale, const State& row, 
     *row.totals += sum_of(total);
 }
 
-// What a task holds beside its state.
+// What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees.
 struct Buffers {
     uint32_t *queries, *keys, *values;
+    int* seen;
 };
 
 // R rows of queries against a packed tile whose first key is at `first`; row i sees keys up to `seen[i]`.
