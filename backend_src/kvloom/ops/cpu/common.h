@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
 
 #if defined(__AVX512F__)
 #define LANES_512 1
@@ -40,11 +41,15 @@ static inline void store(float* p, floats x) {
 
 // Rounds to nearest, ties to even; NaN stays NaN.
 static inline void store(bf16* p, floats x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     words u = (words)x;
     words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     words nan = (words)(x != x);
     halves h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), halves);
     std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 static inline float widen(float x) { return x; }
