@@ -7,7 +7,7 @@ The text is the English of this repository, README and docstrings: nothing that 
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -82,27 +82,47 @@ class Model:
         sequence = Sequence(Request(id="", prompt_ids=tuple(ids), params=SamplingParams(), arrival=0.0))
         sequence.blocks = list(range(WINDOW // BLOCK_SIZE))
         batch = build_batch([Slice(sequence, 0, len(ids))], BLOCK_SIZE)
-        batch.logit_rows = torch.arange(len(ids))
+        batch = replace(batch, logit_rows=torch.arange(len(ids)))
         return self._decoder.forward(batch, self._storage.layers).log_softmax(-1)
 
 
-def compare(weights: str, model: Model, reference: Model, windows: list[list[int]]) -> Quality:
-    """Measure one setting."""
-    kl, same, loss = [], [], []
+class Comparison:
+    """Gathers how one setting differs from fp32."""
+
+    def __init__(self) -> None:
+        self._kl: list[torch.Tensor] = []
+        self._same: list[torch.Tensor] = []
+        self._loss: list[torch.Tensor] = []
+
+    def add(self, ids: list[int], truth: torch.Tensor, ours: torch.Tensor) -> None:
+        """Take in a window's log probabilities, fp32 [T, vocab]."""
+        self._kl.append((truth.exp() * (truth - ours)).sum(-1))
+        self._same.append(truth.argmax(-1) == ours.argmax(-1))
+        self._loss.append((truth - ours)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+
+    def result(self, weights: str, size: int) -> Quality:
+        """The figures; ``size`` in bytes."""
+        kl = torch.cat(self._kl)
+        return Quality(
+            weights=weights,
+            mib=round(size / 2**20, 1),
+            kl=kl.mean().item(),
+            kl_99=kl.quantile(0.99).item(),
+            top1=torch.cat(self._same).float().mean().item(),
+            loss=torch.cat(self._loss).mean().item(),
+        )
+
+
+def measure(files: ModelFiles, tokenizer: Tokenizer, settings: list[str], windows: list[list[int]]) -> list[Quality]:
+    """Compare some settings with fp32."""
+    reference = Model(files, tokenizer, "fp32")
+    models = {name: Model(files, tokenizer, name) for name in settings}
+    comparisons = {name: Comparison() for name in settings}
     for ids in windows:
-        truth, ours, targets = reference.log_probs(ids), model.log_probs(ids), torch.tensor(ids[1:])[:, None]
-        kl.append((truth.exp() * (truth - ours)).sum(-1))
-        same.append(truth.argmax(-1) == ours.argmax(-1))
-        loss.append((truth - ours)[:-1].gather(1, targets)[:, 0])
-    all_kl = torch.cat(kl)
-    return Quality(
-        weights=weights,
-        mib=round(model.bytes / 2**20, 1),
-        kl=all_kl.mean().item(),
-        kl_99=all_kl.quantile(0.99).item(),
-        top1=torch.cat(same).float().mean().item(),
-        loss=torch.cat(loss).mean().item(),
-    )
+        truth = reference.log_probs(ids)
+        for name, model in models.items():
+            comparisons[name].add(ids, truth, model.log_probs(ids))
+    return [comparisons[name].result(name, model.bytes) for name, model in models.items()]
 
 
 def main() -> None:
@@ -117,8 +137,7 @@ def main() -> None:
     files = open_model(options.model or default_model())
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     windows = text_windows(tokenizer, options.tokens)
-    reference = Model(files, tokenizer, "fp32")
-    rows = [compare(name, Model(files, tokenizer, name), reference, windows) for name in options.weights.split(",")]
+    rows = measure(files, tokenizer, options.weights.split(","), windows)
     table = Table("weights", "MiB", "KL", "KL, 99 %", "same top 1", "loss")
     for row in rows:
         table.add_row(
