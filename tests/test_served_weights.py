@@ -120,7 +120,7 @@ def held_bytes(root: object) -> int:
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            found[thing.data_ptr()] = thing.numel() * thing.itemsize
         elif isinstance(thing, list | tuple):
             todo += thing
         elif hasattr(thing, "func"):

@@ -68,7 +68,7 @@ class Model:
     """A decoder with a cache of one sequence."""
 
     def __init__(self, files: ModelFiles, tokenizer: Tokenizer, weights: str):
-        settings = Settings(weights=weights)
+        settings = Settings.parse({"weights": weights})
         dtype = DTYPES[activations_name(settings)]
         spec = files.spec
         self.bytes = weights_bytes(spec, weights_name(settings), dtype)

@@ -15,6 +15,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import Linear, concat_rows, pack_linear, pack_tied_linear, plain, rows_of
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.packed_memory import Allocate, HugePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,13 @@ class Batch:
 
 
 class _Layer:
-    def __init__(self, tensors: WeightSource, prefix: str, dtype: torch.dtype):
+    def __init__(self, tensors: WeightSource, prefix: str, dtype: torch.dtype, allocate: Allocate):
         def norm(name: str) -> torch.Tensor:
             return plain(tensors.pop(f"{prefix}.{name}.weight")).to(dtype)
 
         def product(*names: str) -> Linear:
-            return pack_linear(concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names]), dtype)
+            weight = concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names])
+            return pack_linear(weight, dtype, allocate)
 
         self.attention_norm = norm("input_layernorm")
         self.qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -57,15 +59,15 @@ class _Layer:
 
 
 def _tables(
-    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype
+    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, allocate: Allocate
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
     """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
     table = tensors.pop("embed_tokens.weight")
     assert not isinstance(table, Int8Weight)
     if spec.tied_embeddings:
-        tied = pack_tied_linear(table, dtype)
+        tied = pack_tied_linear(table, dtype, allocate)
         return tied.rows, tied
-    head = pack_linear(tensors.pop("lm_head.weight"), dtype)
+    head = pack_linear(tensors.pop("lm_head.weight"), dtype, allocate)
     return partial(rows_of, table), head
 
 
@@ -82,8 +84,9 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype):
         self.spec = spec
-        self._embedding, self._head = _tables(spec, tensors, dtype)
-        self._layers = [_Layer(tensors, f"layers.{i}", dtype) for i in range(spec.n_layers)]
+        allocate = HugePages()
+        self._embedding, self._head = _tables(spec, tensors, dtype, allocate)
+        self._layers = [_Layer(tensors, f"layers.{i}", dtype, allocate) for i in range(spec.n_layers)]
         self._norm = plain(tensors.pop("norm.weight")).to(dtype)
         assert not len(tensors), "weights that no layer took"
         # angles are fp32 as in the training code: more exact ones would be another function at large positions

@@ -9,6 +9,7 @@ from kvloom.ops.linear_float import NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
 from kvloom.ops.native import library
+from kvloom.ops.packed_memory import Allocate, small_pages
 
 Weight = torch.Tensor | GroupedWeight | Int8Weight
 """A weight [out_features, in_features]: fp32 or bf16, integers in groups, or INT8 for INT8 activations."""
@@ -28,7 +29,7 @@ class TiedLinear(Linear, Protocol):
         """Rows ``ids`` (int64 [T]) of the weight in fp32 [T, in_features]."""
 
 
-def pack_linear(weight: Weight, dtype: torch.dtype | None = None) -> Linear:
+def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
     """Pack a weight (on the CPU) so that small batches run at memory bandwidth, which a plain product does not.
 
     In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers.
@@ -36,24 +37,29 @@ def pack_linear(weight: Weight, dtype: torch.dtype | None = None) -> Linear:
     Args:
         weight: the weight.
         dtype: of the activations, which a weight in groups takes on where there is no product of groups.
+        allocate: makes the memory, in C++.
     """
     if isinstance(weight, Int8Weight):
-        return TorchInt8Linear(weight) if library() is None else NativeInt8Linear(weight)
-    return _pack(weight, dtype, keep_rows=False)
+        return TorchInt8Linear(weight) if library() is None else NativeInt8Linear(weight, allocate)
+    return _pack(weight, dtype, allocate, keep_rows=False)
 
 
-def pack_tied_linear(weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None = None) -> TiedLinear:
+def pack_tied_linear(
+    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages
+) -> TiedLinear:
     """The same for an embedding that is also the head; in C++ that is one weight for both."""
-    return _pack(weight, dtype, keep_rows=True)
+    return _pack(weight, dtype, allocate, keep_rows=True)
 
 
-def _pack(weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None, keep_rows: bool) -> TiedLinear:
+def _pack(
+    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool
+) -> TiedLinear:
     if isinstance(weight, GroupedWeight):
         if library() is not None:
-            return NativeGroupedLinear(weight)
+            return NativeGroupedLinear(weight, allocate)
         assert dtype is not None
         weight = weight.dequantize().to(dtype)
-    return OneDnnLinear(weight, keep_rows) if library(weight) is None else NativeLinear(weight)
+    return OneDnnLinear(weight, keep_rows) if library(weight) is None else NativeLinear(weight, allocate)
 
 
 def plain(weight: Weight) -> torch.Tensor:

@@ -6,6 +6,7 @@ from ctypes import c_int64
 import torch
 
 from kvloom.ops.native import address, library
+from kvloom.ops.packed_memory import Allocate, small_pages
 
 BATCH_HINT = 32
 """oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
@@ -41,7 +42,7 @@ def kernel_rows(rows: int) -> int:
 class NativeLinear:
     """See cpu/linear_float.cpp."""
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
         lib = library(weight)
         assert lib is not None
         self._lib = lib
@@ -51,7 +52,8 @@ class NativeLinear:
         panel = lib.kvloom_linear_panel()
         self._in_features = -(-in_features // pair) * pair
         panels = -(-self._out_features // panel)
-        self._packed = torch.empty(panels * panel * self._in_features, dtype=weight.dtype)
+        size = panels * panel * self._in_features * weight.itemsize
+        self._packed = allocate(size).view(weight.dtype)
         weight = weight.contiguous()
         lib.kvloom_linear_pack(
             address(weight),

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from kvloom.ops.native import address, library
+from kvloom.ops.packed_memory import Allocate, small_pages
 
 GROUP = 32
 """Inputs that share a scale: as in GGUF's Q4_0, Q4_1 and Q8_0."""
@@ -75,7 +76,7 @@ class GroupedWeight:
 class NativeGroupedLinear:
     """See cpu/linear_groups.cpp."""
 
-    def __init__(self, weight: GroupedWeight):
+    def __init__(self, weight: GroupedWeight, allocate: Allocate = small_pages):
         lib = library()
         assert lib is not None
         self._lib = lib
@@ -83,8 +84,7 @@ class NativeGroupedLinear:
         self._out_features, self._width = weight.shape
         self._in_features = weight.values.shape[1]
         shape = c_int64(self._out_features), c_int64(self._in_features)
-        size = grouped_bytes(*weight.shape, weight.bits, lib.kvloom_linear_panel())
-        self._packed = torch.empty(size, dtype=torch.uint8)
+        self._packed = allocate(grouped_bytes(*weight.shape, weight.bits, lib.kvloom_linear_panel()))
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         minima = None if weight.minima is None else weight.minima.contiguous()
         lib.kvloom_groups_pack(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom.ops.native import address, library
+from kvloom.ops.packed_memory import Allocate, small_pages
 
 MOST = 127
 """The largest integer: the range is symmetric, so that there are no zero points."""
@@ -49,15 +50,14 @@ def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class NativeInt8Linear:
     """See cpu/linear_int8.cpp."""
 
-    def __init__(self, weight: Int8Weight):
+    def __init__(self, weight: Int8Weight, allocate: Allocate = small_pages):
         lib = library()
         assert lib is not None
         self._lib = lib
         self._out_features, self._width = weight.shape
         self._in_features = -(-self._width // 4) * 4
         shape = c_int64(self._out_features), c_int64(self._in_features)
-        size = int8_bytes(*weight.shape, lib.kvloom_linear_panel())
-        self._packed = torch.empty(size, dtype=torch.uint8)
+        self._packed = allocate(int8_bytes(*weight.shape, lib.kvloom_linear_panel()))
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         lib.kvloom_int8_pack(
             address(values), address(scales), shape[0], c_int64(self._width), shape[1], address(self._packed)

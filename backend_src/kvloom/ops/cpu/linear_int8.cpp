@@ -60,6 +60,11 @@ void tile(const int8_t* x, const float* scales, int64_t inputs, const int8_t* pa
                   __builtin_convertvector(high[r], floats) * (scales[r] * load(by + LANES)), width);
 }
 
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+// The nearest integers, ties to even, of numbers up to 2^22: adding 1.5 * 2^23 leaves no fraction.
+static inline ints nearest(floats x) { return (ints)(x + 12582912.0f) - 0x4b400000; }
+
 // Rounds a row to integers of at most 127, to nearest, ties to even; returns its scale.
 template <typename T>
 float quantize(const T* x, int64_t width, int64_t inputs, int8_t* out) {
@@ -72,14 +77,11 @@ float quantize(const T* x, int64_t width, int64_t inputs, int8_t* out) {
     float largest = max_of(most);
     for (; k < width; k++) largest = std::max(largest, std::fabs(widen(x[k])));
     const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
-        const float shifted = widen(x[i]) * inverse + magic;
-        int32_t bits;
-        std::memcpy(&bits, &shifted, sizeof bits);
-        out[i] = (int8_t)(bits - 0x4b400000 + OFFSET);
+    for (k = 0; k + LANES <= width; k += LANES) {
+        const bytes rounded = __builtin_convertvector(nearest(load(x + k) * inverse) + OFFSET, bytes);
+        std::memcpy(out + k, &rounded, sizeof rounded);
     }
+    for (; k < width; k++) out[k] = (int8_t)(nearest(floats{} + widen(x[k]) * inverse)[0] + OFFSET);
     std::fill(out + width, out + inputs, (int8_t)OFFSET);
     return scale;
 }
