@@ -10,11 +10,12 @@ from kvloom.fetch import cache_folder
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import kernel_rows, pack_linear
+from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear_float import kernel_rows
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
-from paged_batch import attention_in_float64, paged_batch
 from kvloom.ops.sampling import likeliest
+from paged_batch import attention_in_float64, paged_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvloom.config import Settings
-from kvloom.dtypes import CODECS, DTYPES
+from kvloom.dtypes import CODECS, DTYPES, activations_name
 from kvloom.engine import Engine, Limits
 from kvloom.fetch import cache_folder, default_model
 from kvloom.kv.blocks import BlockPool
@@ -17,6 +17,7 @@ from kvloom.kv.storage import Storage
 from kvloom.measure import measure_costs
 from kvloom.memory import free_memory
 from kvloom.models.decoder import Decoder
+from kvloom.models.served import served_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native
 from kvloom.plan import plan_memory
@@ -46,10 +47,11 @@ def assemble(settings: Settings) -> Assembly:
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     plan = plan_memory(spec, settings, free_memory())
-    dtype, codec = DTYPES[plan.weights_dtype], CODECS[plan.kv_dtype]
+    dtype, codec = DTYPES[activations_name(settings)], CODECS[plan.kv_dtype]
+    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    decoder = Decoder(spec, files.load(dtype), dtype)
+    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer), dtype)
     device = torch.device("cpu")
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, device)
@@ -68,5 +70,4 @@ def assemble(settings: Settings) -> Assembly:
         queue_timeout_s=settings.queue_timeout_ms / 1e3,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
-    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     return Assembly(Engine(runner, scheduler, cache, host, tokenizer, limits), tokenizer, limits)

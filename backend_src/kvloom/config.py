@@ -18,8 +18,9 @@ class Settings(BaseModel):
     Attributes:
         model: ``default`` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder or a GGUF file.
         device: where the model runs; ``auto`` takes the best there is.
-        weights: dtype of weights and activations; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32.
-            ``fp32`` makes activations and cache fp32 too.
+        weights: what the weights are; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32. ``fp32`` makes
+            activations and cache fp32 too. ``int8`` rounds weights to groups of 8 bits; ``int4`` takes a GGUF file's
+            groups of 4 bits as they are; ``w8a8`` rounds weights and activations to INT8.
         kv_dtype: dtype of the cache; ``auto`` follows the activations.
         kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
             which is what weights, a step and swap_memory leave of it.
@@ -42,7 +43,7 @@ class Settings(BaseModel):
 
     model: str = "default"
     device: Literal["auto", "cpu"] = "auto"
-    weights: Literal["auto", "fp32", "bf16"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "int8", "int4", "w8a8"] = "auto"
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     kv_memory: str = "auto"
     kv_blocks: NonNegative = 0

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvloom.config import Settings
-from kvloom.dtypes import CODECS, DTYPES, cache_name, weights_name
+from kvloom.dtypes import CODECS, DTYPES, activations_name, cache_name, weights_name
 from kvloom.errors import SettingsError
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.codec import BlockGeometry
@@ -30,7 +30,7 @@ class Plan:
         products: what the compiled products take once every size of step has come.
         step: a step's tensors at their peak.
         headroom: what an automatic pool leaves alone.
-        weights_dtype: name of the dtype of weights and activations.
+        weights_dtype: what the weights are: fp32, bf16, int8, int4 or w8a8.
         kv_dtype: name of the cache's dtype.
         block_size: tokens in a block.
         block_bytes: size of a block.
@@ -95,12 +95,12 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
     context = settings.context_length or spec.context_length
     if context > spec.context_length:
         raise SettingsError(f"setting context_length={context}: the model was made for {spec.context_length} tokens")
-    dtype, codec = DTYPES[weights_name(settings)], CODECS[cache_name(settings)]
+    dtype, codec = DTYPES[activations_name(settings)], CODECS[cache_name(settings)]
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     block_bytes = codec.block_bytes(geometry)
     # each running sequence computes at least one token in every step
     most_running = min(settings.max_running, settings.max_batch_tokens)
-    weights = weights_bytes(spec, dtype)
+    weights = weights_bytes(spec, weights_name(settings), dtype)
     products = products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
     swap_blocks = size_bytes(settings.swap_memory) // block_bytes

@@ -1,16 +1,21 @@
 """The one decoder: embedding, layers of attention and gated MLP, head; a flat batch in, logits out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvloom.kv.codec import LayerCache
 from kvloom.models.spec import ModelSpec, rope_inv_freq
+from kvloom.models.weights import WeightSource
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear import Linear, concat_rows, pack_linear, pack_tied_linear, plain, rows_of
+from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.packed_memory import Allocate, HugePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +46,33 @@ class Batch:
 
 
 class _Layer:
-    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype):
-        def take(*names: str) -> torch.Tensor:
-            return torch.cat([tensors.pop(f"{prefix}.{name}.weight") for name in names]).to(dtype)
+    def __init__(self, tensors: WeightSource, prefix: str, dtype: torch.dtype, allocate: Allocate):
+        def norm(name: str) -> torch.Tensor:
+            return plain(tensors.pop(f"{prefix}.{name}.weight")).to(dtype)
 
-        self.attention_norm = take("input_layernorm")
-        self.qkv = pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-        self.attention_out = pack_linear(take("self_attn.o_proj"))
-        self.mlp_norm = take("post_attention_layernorm")
-        self.gate_up = pack_linear(take("mlp.gate_proj", "mlp.up_proj"))
-        self.down = pack_linear(take("mlp.down_proj"))
+        def product(*names: str) -> Linear:
+            weight = concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names])
+            return pack_linear(weight, dtype, allocate)
+
+        self.attention_norm = norm("input_layernorm")
+        self.qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.attention_out = product("self_attn.o_proj")
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.gate_up = product("mlp.gate_proj", "mlp.up_proj")
+        self.down = product("mlp.down_proj")
+
+
+def _tables(
+    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, allocate: Allocate
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
+    """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
+    table = tensors.pop("embed_tokens.weight")
+    assert not isinstance(table, Int8Weight)
+    if spec.tied_embeddings:
+        tied = pack_tied_linear(table, dtype, allocate)
+        return tied.rows, tied
+    head = pack_linear(tensors.pop("lm_head.weight"), dtype, allocate)
+    return partial(rows_of, table), head
 
 
 class Decoder:
@@ -60,19 +82,17 @@ class Decoder:
 
     Args:
         spec: the model's shape.
-        tensors: weights by canonical name; emptied, so that no weight is held twice.
-        dtype: of weights and activations.
+        tensors: weights by canonical name, plain ones in ``dtype``; emptied, so that no weight is held twice.
+        dtype: of activations.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
+    def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype):
         self.spec = spec
-        embedding = tensors.pop("embed_tokens.weight")
-        head = embedding if spec.tied_embeddings else tensors.pop("lm_head.weight")
-        self._embedding = embedding.to(dtype)
-        self._head = pack_linear(head.to(dtype))
-        self._layers = [_Layer(tensors, f"layers.{i}", dtype) for i in range(spec.n_layers)]
-        self._norm = tensors.pop("norm.weight").to(dtype)
-        assert not tensors, f"weights that no layer took: {sorted(tensors)}"
+        allocate = HugePages()
+        self._embedding, self._head = _tables(spec, tensors, dtype, allocate)
+        self._layers = [_Layer(tensors, f"layers.{i}", dtype, allocate) for i in range(spec.n_layers)]
+        self._norm = plain(tensors.pop("norm.weight")).to(dtype)
+        assert not len(tensors), "weights that no layer took"
         # angles are fp32 as in the training code: more exact ones would be another function at large positions
         angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
         self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
@@ -81,7 +101,7 @@ class Decoder:
         """Compute the batch, write its keys and values, return fp32 logits [R, vocab] of ``batch.logit_rows``."""
         spec, eps = self.spec, self.spec.norm_eps
         scale = spec.head_dim**-0.5
-        residual = self._embedding[batch.tokens].float()
+        residual = self._embedding(batch.tokens)
         update: torch.Tensor | None = None
         for layer, (k_cache, v_cache) in zip(self._layers, caches, strict=True):
             hidden, residual = add_rms_norm(residual, update, layer.attention_norm, eps)
