@@ -1,4 +1,4 @@
-"""What the settings ``weights`` and ``kv_dtype`` stand for on this machine."""
+"""What the settings ``weights`` and ``kv_dtype`` stand for on this machine, the device being chosen."""
 
 import torch
 
@@ -16,6 +16,8 @@ def weights_name(settings: Settings) -> str:
     """Name in ``DTYPES`` of the dtype of weights and activations."""
     if settings.weights != "auto":
         return settings.weights
+    if settings.device.startswith("cuda"):
+        return "bf16"
     # oneDNN also emulates bf16 on older CPUs, slower than fp32: ask for the instructions, not for support
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "fp32"

@@ -13,6 +13,9 @@ from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's tokens, flat: prefill chunks and decodes of B sequences side by side.
@@ -37,9 +40,9 @@ class Batch:
 
 
 class _Layer:
-    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype):
+    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype, device: torch.device):
         def take(*names: str) -> torch.Tensor:
-            return torch.cat([tensors.pop(f"{prefix}.{name}.weight") for name in names]).to(dtype)
+            return torch.cat([tensors.pop(f"{prefix}.{name}.weight") for name in names]).to(device, dtype)
 
         self.attention_norm = take("input_layernorm")
         self.qkv = pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
@@ -58,20 +61,28 @@ class Decoder:
         spec: the model's shape.
         tensors: weights by canonical name; emptied, so that no weight is held twice.
         dtype: of weights and activations.
+        device: where the weights go and everything is computed.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ):
         self.spec = spec
         embedding = tensors.pop("embed_tokens.weight")
         head = embedding if spec.tied_embeddings else tensors.pop("lm_head.weight")
-        self._embedding = embedding.to(dtype)
-        self._head = pack_linear(head.to(dtype))
-        self._layers = [_Layer(tensors, f"layers.{i}", dtype) for i in range(spec.n_layers)]
-        self._norm = tensors.pop("norm.weight").to(dtype)
+        self._embedding = embedding.to(device, dtype)
+        # on a GPU, where nothing is packed, a head that is also the embedding is one tensor
+        self._head = pack_linear(self._embedding if spec.tied_embeddings else head.to(device, dtype))
+        self._layers = [_Layer(tensors, f"layers.{i}", dtype, device) for i in range(spec.n_layers)]
+        self._norm = tensors.pop("norm.weight").to(device, dtype)
         assert not tensors, f"weights that no layer took: {sorted(tensors)}"
         # angles are fp32 as in the training code: more exact ones would be another function at large positions
         angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> torch.Tensor:
         """Compute the batch, write its keys and values, return fp32 logits [R, vocab] of ``batch.logit_rows``."""

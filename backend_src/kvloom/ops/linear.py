@@ -47,11 +47,27 @@ class Linear(Protocol):
 
 
 def pack_linear(weight: torch.Tensor) -> Linear:
-    """Pack a weight [out_features, in_features] (fp32 or bf16, CPU) so that small batches run at memory bandwidth.
+    """Pack a weight [out_features, in_features] (fp32 or bf16) so that small batches run at memory bandwidth.
 
-    A plain product does not. In C++ where that is built, else oneDNN's packed product.
+    A plain product does not. In C++ where that is built, else oneDNN's packed product. On a GPU a plain product does,
+    and nothing is packed.
     """
+    if weight.is_cuda:
+        return CudaLinear(weight)
     return OneDnnLinear(weight) if library(weight) is None else NativeLinear(weight)
+
+
+class CudaLinear:
+    """cuBLAS. Its sums are fp32; their order, and so the last bits, may depend on the number of rows."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._transposed = weight.contiguous().t()
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        if out_dtype is None or out_dtype is x.dtype:
+            return torch.mm(x, self._transposed)
+        return torch.mm(x, self._transposed, out_dtype=out_dtype)
 
 
 class NativeLinear:
