@@ -161,9 +161,8 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
-    from rich.console import Console
-
     import torch
+    from rich.console import Console
 
     from kvloom.device import free_on, with_device
     from kvloom.models.weights import open_model

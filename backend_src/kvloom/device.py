@@ -1,5 +1,6 @@
 """Which device a model runs on, what is free there, and waiting for it."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -53,6 +54,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one of this thread: where kernels are launched and streams are looked up."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _check_gpu(name: str) -> None:
     if not torch.cuda.is_available():
         build = "has no CUDA" if torch.version.cuda is None and torch.version.hip is None else "sees no GPU"
@@ -71,4 +77,6 @@ def _check_gpu(name: str) -> None:
             "set device=cpu"
         )
     if find_spec("triton") is None:
-        raise SettingsError(f"setting device={name!r}: the kernels need the package triton; install it, or set device=cpu")
+        raise SettingsError(
+            f"setting device={name!r}: the kernels need the package triton; install it, or set device=cpu"
+        )

@@ -1,6 +1,6 @@
 """The one decoder: embedding, layers of attention and gated MLP, head; a flat batch in, logits out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -11,7 +11,6 @@ from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
-
 
 CPU = torch.device("cpu")
 
@@ -28,6 +27,8 @@ class Batch:
         seq_lens: int32 [B], tokens of each sequence up to and with this step's.
         block_tables: int32 [B, M], padded with 0.
         logit_rows: int64 [R], the rows of T whose logits are wanted.
+        max_queries: most tokens of one sequence in this step; known without asking the device.
+        max_length: the longest of ``seq_lens``.
     """
 
     tokens: torch.Tensor
@@ -37,6 +38,17 @@ class Batch:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    max_queries: int
+    max_length: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(
+            **{
+                field.name: value.to(device) if isinstance(value := getattr(self, field.name), torch.Tensor) else value
+                for field in fields(self)
+            }
+        )
 
 
 class _Layer:
