@@ -106,7 +106,17 @@ class Decoder:
             hidden, residual = add_rms_norm(residual, update, layer.attention_norm, eps)
             qkv = layer.qkv(hidden)
             q = rope_kv_write(qkv, self._cos_sin, batch.positions, batch.slots, k_cache, v_cache)
-            mixed = paged_attention(q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, scale)
+            mixed = paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_tables,
+                batch.query_starts,
+                batch.seq_lens,
+                scale,
+                max_queries=batch.max_queries,
+                max_length=batch.max_length,
+            )
             update = layer.attention_out(mixed.view(mixed.shape[0], -1))
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
             update = layer.down(silu_mul(layer.gate_up(hidden)))
