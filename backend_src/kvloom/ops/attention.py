@@ -4,6 +4,7 @@ from ctypes import c_float, c_int64
 
 import torch
 
+from kvloom.ops.gpu import runs_triton
 from kvloom.ops.native import address, library
 
 
@@ -51,6 +52,26 @@ def paged_attention(
         [T, heads, head_dim] in q's dtype.
     """
     out = torch.empty_like(q) if out is None else out
+    if runs_triton(q):
+        from kvloom.ops.gpu.attention import attend
+
+        attend(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            query_starts,
+            seq_lens,
+            scale,
+            out,
+            max_queries=max_queries,
+            max_length=max_length,
+            window=window,
+            sinks=sinks,
+            soft_cap=soft_cap,
+            mass=mass,
+        )
+        return out
     plain = not window and not soft_cap and mass is None
     if plain and _native(q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale, out):
         return out
