@@ -86,7 +86,8 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
         starts.append(starts[-1] + count)
     lengths = torch.tensor([length for length, _ in shapes], dtype=torch.int32)
     starts_tensor = torch.tensor(starts, dtype=torch.int32)
-    together = paged_attention(torch.cat(queries), cache[0], cache[1], tables, starts_tensor, lengths, scale)
+    most = {"max_queries": max(count for _, count in shapes), "max_length": max(length for length, _ in shapes)}
+    together = paged_attention(torch.cat(queries), cache[0], cache[1], tables, starts_tensor, lengths, scale, **most)
     close(together, torch.cat(expected), dtype)
     for row, q in enumerate(queries):
         alone = paged_attention(
@@ -97,6 +98,7 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
             torch.tensor([0, len(q)], dtype=torch.int32),
             lengths[row : row + 1],
             scale,
+            **most,
         )
         assert torch.equal(alone, together[starts[row] : starts[row + 1]]), "an answer depends on its neighbours"
 

@@ -23,7 +23,7 @@ def rope_kv_write(
         qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys and values of each token side by side.
         cos_sin: fp32 [positions, head_dim], cosines then sines of the head_dim / 2 frequencies.
         positions: int64 [T], absolute.
-        slots: int64 [T], block id * block_size + offset in the block.
+        slots: int64 [T], block id * block_size + offset in the block; -1 for padding, which is not written.
         k_cache: [blocks, kv_heads, block_size, head_dim], written in place.
         v_cache: like ``k_cache``.
 
@@ -60,7 +60,8 @@ def rope_kv_write(
     cos, sin = cos_sin[positions][:, None].split(half, -1)
     first, second = qkv[:, : heads + kv_heads].float().split(half, -1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    block, offset = slots // block_size, slots % block_size
-    k_cache[block, :, offset] = rotated[:, heads:].to(k_cache.dtype)
-    v_cache[block, :, offset] = qkv[:, heads + kv_heads :].to(v_cache.dtype)
+    kept = slots >= 0
+    block, offset = slots[kept] // block_size, slots[kept] % block_size
+    k_cache[block, :, offset] = rotated[kept, heads:].to(k_cache.dtype)
+    v_cache[block, :, offset] = qkv[kept, heads + kv_heads :].to(v_cache.dtype)
     return rotated[:, :heads].to(qkv.dtype)
