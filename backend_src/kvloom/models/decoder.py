@@ -121,6 +121,5 @@ class Decoder:
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
             update = layer.down(silu_mul(layer.gate_up(hidden)))
         assert update is not None, "a model has at least one layer"
-        rows = batch.logit_rows
-        hidden, _ = add_rms_norm(residual[rows], update[rows], self._norm, eps)
+        hidden, _ = add_rms_norm(residual, update, self._norm, eps, batch.logit_rows)
         return self._head(hidden, torch.float32)

@@ -7,6 +7,8 @@ whole row at once: where rows are few, torch would split such a sum among thread
 import numpy as np
 import torch
 
+from kvloom.ops.gpu import runs_triton
+
 _BLOCK = 256
 """Tokens whose probabilities are summed first, to find the one that is drawn among them afterwards."""
 
@@ -20,12 +22,20 @@ _BELOW_ONE = 1 - 2.0**-53
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
     """Whether a row holds no NaN and no infinity: fp32 [R, vocab] to bool [R]."""
+    if runs_triton(logits):
+        from kvloom.ops.gpu.sampling import finite as fused
+
+        return fused(logits)
     # two reductions that hand NaN on: 20 times cheaper than isfinite().all()
     return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
 
 
 def greedy(scores: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, the first of equals: fp32 [R, vocab] to int64 [R]."""
+    if runs_triton(scores):
+        from kvloom.ops.gpu.sampling import greedy as fused
+
+        return fused(scores)
     if scores.is_cpu:
         # numpy's is vectorized, and 10 times as fast as torch's
         return torch.from_numpy(scores.numpy().argmax(-1))
@@ -57,6 +67,10 @@ def sample(
     Returns:
         int64 [R].
     """
+    if runs_triton(scores):
+        from kvloom.ops.gpu.sampling import sample as fused
+
+        return fused(scores, temperature, min_p, top_k, top_p, uniform)
     # the largest score becomes 0 before the division, so that no temperature, however small, can overflow it
     # (the clamp keeps NaN out of rows that have nothing but -inf)
     scores = scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
