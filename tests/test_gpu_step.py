@@ -9,12 +9,12 @@ import torch
 from engine_driver import Driver
 from kvloom import assemble
 from kvloom.config import Settings
-from kvloom.device import with_device
 from kvloom.errors import Internal, SettingsError
 from kvloom.gpu_runner import GpuRunner
 from kvloom.gpu_step import NO_TOKEN, GpuStep, pick
 from kvloom.graphs import DecodeGraphs, graph_sizes
 from kvloom.models.decoder import Batch
+from kvloom.placement import with_device
 from kvloom.scheduler import Costs
 from kvloom.step_buffers import Draws, StepBuffers
 from tiny_models import make_tiny

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from kvloom.config import Settings
-from kvloom.device import free_on, with_device
 from kvloom.dtypes import CODECS, DTYPES
 from kvloom.engine import Engine, Limits
 from kvloom.fetch import cache_folder, default_model
@@ -20,6 +19,7 @@ from kvloom.measure import measure_costs
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native
+from kvloom.placement import free_on, with_device
 from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler

@@ -164,8 +164,8 @@ def plan(
     import torch
     from rich.console import Console
 
-    from kvloom.device import free_on, with_device
     from kvloom.models.weights import open_model
+    from kvloom.placement import free_on, with_device
     from kvloom.plan_report import report
     from kvloom.repository import SOURCE, ModelRepository
 
