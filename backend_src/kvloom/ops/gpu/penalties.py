@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvloom.ops.penalties import Edits
+
 _BLOCK = 256
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -36,36 +38,29 @@ def _restore(scores, index, saved, count, BLOCK: tl.constexpr):
     tl.store(scores + place, tl.load(saved + entry, mask=place >= 0), mask=place >= 0)
 
 
-def edit(
-    scores: torch.Tensor,
-    index: torch.Tensor,
-    bias: torch.Tensor,
-    repetition: torch.Tensor,
-    subtracted: torch.Tensor,
-    banned: torch.Tensor,
-) -> torch.Tensor:
+def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
     """See ``kvloom.ops.penalties.edit``."""
     assert scores.is_contiguous()
-    saved = torch.empty(index.shape, dtype=scores.dtype, device=scores.device)
-    if len(index):
-        grid = (triton.cdiv(len(index), _BLOCK),)
-        _edit[grid](
+    count = len(edits.index)
+    saved = torch.empty(count, dtype=scores.dtype, device=scores.device)
+    if count:
+        _edit[(triton.cdiv(count, _BLOCK),)](
             scores,
-            index,
-            bias,
-            repetition,
-            subtracted,
-            banned.view(torch.int8),
+            edits.index,
+            edits.bias,
+            edits.repetition,
+            edits.subtracted,
+            edits.banned.view(torch.int8),
             saved,
-            len(index),
+            count,
             BLOCK=_BLOCK,
             num_warps=4,
         )
     return saved
 
 
-def restore(scores: torch.Tensor, index: torch.Tensor, saved: torch.Tensor) -> None:
+def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
     """See ``kvloom.ops.penalties.restore``."""
     assert scores.is_contiguous()
-    if len(index):
-        _restore[(triton.cdiv(len(index), _BLOCK),)](scores, index, saved, len(index), BLOCK=_BLOCK, num_warps=4)
+    if len(saved):
+        _restore[(triton.cdiv(len(saved), _BLOCK),)](scores, edits.index, saved, len(saved), BLOCK=_BLOCK, num_warps=4)

@@ -22,6 +22,8 @@ import torch
 import triton
 
 from kvloom.ops.gpu import sampling_kernels as kernels
+from kvloom.ops.gpu.penalties import edit, restore
+from kvloom.ops.penalties import Edits
 
 TILE = 4096
 """Scores per program. Fixed, so that sums don't depend on the number of rows."""
@@ -231,14 +233,6 @@ def _draw(
     )
 
 
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """As ``kvloom.sampler.uniforms``: bits of seeds and positions in int64 [R], to fp64 [R]."""
-    out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
-    if len(out):
-        kernels.splitmix[(triton.cdiv(len(out), 128),)](seeds, positions, out, len(out), BLOCK=128, num_warps=4)
-    return out
-
-
 def finite(logits: torch.Tensor) -> torch.Tensor:
     """See ``kvloom.ops.sampling.finite``."""
     return survey(logits, None).broken.amax(-1) == 0
@@ -262,3 +256,25 @@ def sample(
     # a score of -inf is as good as any other here
     found.broken.zero_()
     return _choose(scores, RowParams(temperature, min_p, top_k, top_p), uniform, found, found).tokens
+
+
+def pick(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    edits: Edits | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kvloom.ops.sampling.pick``."""
+    params = RowParams(temperature, min_p, top_k, top_p)
+    if edits is None:
+        choice = choose(logits, params, uniform)
+    else:
+        raw = survey(logits, None)
+        saved = edit(logits, edits)
+        choice = choose(logits, params, uniform, raw)
+        restore(logits, edits, saved)
+    logprobs = logits.gather(1, choice.tokens[:, None])[:, 0] - choice.normalizers
+    return torch.where(choice.states == FINE, choice.tokens, -choice.states), logprobs

@@ -64,7 +64,8 @@ def survey(
     top, first = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     below = x - tl.maximum(top, _LOWEST)
     tl.store(tops + out, top)
-    tl.store(firsts + out, tile * TILE + first)
+    # the place of a NaN may be any
+    tl.store(firsts + out, tl.minimum(tile * TILE + first, vocab - 1))
     tl.store(sums + out, tl.sum(tl.exp(below), 0))
     tl.store(broken + out, tl.max((inside & ~(tl.abs(x) < float("inf"))).to(tl.int32), 0))
     if SAMPLED:
@@ -91,6 +92,7 @@ def settle(
     tl.store(normalizers + row, raw_peak + tl.log(raw_sum))
     top = tl.load(tops + parts, mask=inside, other=float("-inf"))
     peak, best = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.minimum(best, tiles - 1)
     tl.store(tokens + row, tl.load(firsts + row * tiles + best).to(tl.int64))
     state = tl.where(peak == float("-inf"), STUCK, FINE)
     state = tl.where(tl.max(tl.load(broken + parts, mask=inside, other=0), 0) > 0, NOT_FINITE, state)
@@ -102,7 +104,7 @@ def settle(
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
         cut = tl.full([], _NO_WEIGHT, tl.int32)
-        if (state == FINE) & (heat > 0) & ((k < vocab) | (p < 1)):
+        if (state == FINE) & (heat >= _SMALLEST_NORMAL) & ((k < vocab) | (p < 1)):
             share = tl.exp(_below(top, peak, heat))
             total = tl.sum(tl.load(tempered + parts, mask=inside, other=0.0) * share, 0)
             group = tl.arange(0, GROUPS)
@@ -136,7 +138,7 @@ def collect(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     heat = tl.load(temperature + row)
-    if (tl.load(states + row) == FINE) & (heat > 0):
+    if (tl.load(states + row) == FINE) & (heat >= _SMALLEST_NORMAL):
         places = tile * TILE + tl.arange(0, TILE)
         x = tl.load(scores + row * stride + places, mask=places < vocab, other=float("-inf"))
         keys = _keys(x, tl.load(peaks + row), heat, tl.load(min_p + row))
@@ -153,37 +155,52 @@ def collect(
 
 @triton.jit
 def _up_to(key, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
-    """Number and weight, int64 both, of tokens whose key is at most ``key``: among ``keys``, or None, a whole row."""
+    """Tokens whose key is at most ``key``, among ``keys``, or where that is None in a whole row.
+
+    Returns:
+        Their number and weight, int64 both; the largest of their keys, and the smallest of all others.
+    """
     if keys is not None:
-        chosen = keys <= key
-        count = tl.sum(chosen.to(tl.int64), 0)
-        mass = tl.sum(tl.where(chosen, _weights(keys), 0), 0)
+        inside = keys <= key
+        count = tl.sum(inside.to(tl.int64), 0)
+        mass = tl.sum(tl.where(inside, _weights(keys), 0), 0)
+        last = tl.max(tl.where(inside, keys, 0), 0)
+        following = tl.min(tl.where(inside, _IMPOSSIBLE, keys), 0)
     else:
         counts = tl.zeros([TILE], tl.int64)
-        sums = tl.zeros([TILE], tl.int64)
+        masses = tl.zeros([TILE], tl.int64)
+        largest = tl.zeros([TILE], tl.int32)
+        smallest = tl.full([TILE], _IMPOSSIBLE, tl.int32)
         for start in range(0, vocab, TILE):
             places = start + tl.arange(0, TILE)
             x = tl.load(scores + places, mask=places < vocab, other=float("-inf"))
             row_keys = _keys(x, peak, heat, min_p)
-            chosen = row_keys <= key
-            counts += chosen.to(tl.int64)
-            sums += tl.where(chosen, _weights(row_keys), 0)
+            inside = row_keys <= key
+            counts += inside.to(tl.int64)
+            masses += tl.where(inside, _weights(row_keys), 0)
+            largest = tl.maximum(largest, tl.where(inside, row_keys, 0))
+            smallest = tl.minimum(smallest, tl.where(inside, _IMPOSSIBLE, row_keys))
         count = tl.sum(counts, 0)
-        mass = tl.sum(sums, 0)
-    return count, mass
+        mass = tl.sum(masses, 0)
+        last = tl.max(largest, 0)
+        following = tl.min(smallest, 0)
+    return count, mass, last, following
 
 
 @triton.jit
 def _reach(target, BY_COUNT: tl.constexpr, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
-    """The smallest key up to which the number or the weight of tokens reaches ``target``, by bisection."""
+    """The smallest key up to which the number or the weight of tokens reaches ``target``, by bisection.
+
+    Bounds are keys that are there, so that it ends after about as many steps as the number of keys has bits.
+    """
     low = tl.full([], 0, tl.int32)
     high = tl.full([], _IMPOSSIBLE, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
-        count, mass = _up_to(middle, keys, scores, vocab, peak, heat, min_p, TILE)
+        count, mass, last, following = _up_to(middle, keys, scores, vocab, peak, heat, min_p, TILE)
         reached = (count if BY_COUNT else mass) >= target
-        high = tl.where(reached, middle, high)
-        low = tl.where(reached, low, middle + 1)
+        high = tl.where(reached, last, high)
+        low = tl.where(reached, low, following)
     return high
 
 
@@ -192,19 +209,19 @@ def _draw_ranked(u, k, p, whole, keys, scores, vocab, peak, heat, min_p, TILE: t
     """The key that is drawn, and the place among the tokens of this key, by id."""
     if k < vocab:
         last = _reach(k, True, keys, scores, vocab, peak, heat, min_p, TILE)
-        count, mass = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
+        count, mass, _, _ = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
         whole = mass + (k - count) * _weights(last)
     kept = whole
     if p < 1:
         limit = tl.ceil(p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
         last = _reach(limit, False, keys, scores, vocab, peak, heat, min_p, TILE)
-        count, mass = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
+        count, mass, _, _ = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
         weight = tl.maximum(_weights(last), 1)
         # the token that takes the sum to the limit still belongs to the nucleus, and so the first always does
         kept = tl.minimum(mass + (limit - mass + weight - 1) // weight * weight, whole)
     drawn = tl.minimum((u * kept.to(tl.float64)).to(tl.int64), kept - 1)
     key = _reach(drawn + 1, False, keys, scores, vocab, peak, heat, min_p, TILE)
-    count, mass = _up_to(key - 1, keys, scores, vocab, peak, heat, min_p, TILE)
+    count, mass, _, _ = _up_to(key - 1, keys, scores, vocab, peak, heat, min_p, TILE)
     return key, (drawn - mass) // tl.maximum(_weights(key), 1)
 
 
@@ -246,7 +263,7 @@ def draw(
     """Invert a row's cumulative distribution at ``uniform``: by rank where top-k or top-p are on, else by id."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
-    if (tl.load(states + row) == FINE) & (heat > 0):
+    if (tl.load(states + row) == FINE) & (heat >= _SMALLEST_NORMAL):
         u = tl.load(uniform + row)
         k = tl.load(top_k + row).to(tl.int64)
         p = tl.load(top_p + row)
@@ -276,17 +293,3 @@ def draw(
             else:
                 token = _draw_from_row(u, k, p, whole, scores, vocab, peak, heat, floor, TILE)
         tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
-
-
-@triton.jit
-def splitmix(seeds, positions, uniform, count, BLOCK: tl.constexpr):
-    """Numbers of the SplitMix64 generator, see ``kvloom.sampler.uniforms``."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < count
-    seed = tl.load(seeds + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    position = tl.load(positions + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    z = seed + (position + 1) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    z = z ^ (z >> 31)
-    tl.store(uniform + row, (z >> 11).to(tl.float64) * 1.1102230246251565e-16, mask=inside)
