@@ -11,7 +11,7 @@ from kvloom import assemble
 from kvloom.config import Settings
 from kvloom.errors import Internal, SettingsError
 from kvloom.gpu_runner import GpuRunner
-from kvloom.gpu_step import NO_TOKEN, GpuStep, pick
+from kvloom.gpu_step import GpuStep
 from kvloom.graphs import DecodeGraphs, graph_sizes
 from kvloom.models.decoder import Batch
 from kvloom.placement import with_device
@@ -118,23 +118,6 @@ def test_the_smallest_graph_that_fits_is_replayed_and_the_largest_recorded_first
     assert [graphs.padded(count) for count in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, None]
     graphs.replay(4)
     assert log[-1] == 4
-
-
-# --- choosing tokens ---
-
-
-def test_pick_takes_each_row_by_its_own_parameters():
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
-    logits[3, 7] = torch.nan
-    logits[4, 8] = torch.inf
-    rows = draws(5)
-    rows.temperature[0] = 0
-    rows.top_k[1] = 1
-    tokens = pick(logits, rows)
-    likeliest = logits.argmax(-1)
-    assert tokens[:2].tolist() == likeliest[:2].tolist()
-    assert tokens[3:].tolist() == [NO_TOKEN, NO_TOKEN]
-    assert tokens[2] in logits[2].topk(5).indices
 
 
 # --- the engine ---

@@ -3,10 +3,11 @@
 import torch
 
 from kvloom.errors import Internal
-from kvloom.gpu_step import NO_TOKEN, GpuStep
+from kvloom.gpu_step import GpuStep
 from kvloom.graphs import CudaRecorder
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
+from kvloom.ops.sampling import NOT_FINITE
 from kvloom.request import Sampled, Sequence, Slice
 from kvloom.runner import Runner, build_batch
 from kvloom.sampler import choose, draw_parameters, plain
@@ -55,4 +56,4 @@ class GpuRunner(Runner):
 
 
 def _outcome(token: int) -> Sampled | Exception:
-    return Internal("logits are not finite") if token == NO_TOKEN else Sampled(token)
+    return Internal("logits are not finite") if token == NOT_FINITE else Sampled(token)

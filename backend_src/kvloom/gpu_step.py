@@ -7,11 +7,8 @@ from kvloom.graphs import DecodeGraphs, Record, graph_sizes
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.codec import LayerCache
 from kvloom.models.decoder import Batch, Decoder
-from kvloom.ops.sampling import finite, greedy, sample
+from kvloom.ops.sampling import pick
 from kvloom.step_buffers import Draws, StepBuffers
-
-NO_TOKEN = -1
-"""In a token's place: the row's logits are not finite."""
 
 
 class GpuStep:
@@ -71,7 +68,7 @@ class GpuStep:
             draws: on the host, for each of ``batch.logit_rows``.
 
         Returns:
-            A token, or NO_TOKEN, for each of ``batch.logit_rows``.
+            A token, or NOT_FINITE, for each of ``batch.logit_rows``.
         """
         with current(self._device):
             return self._run(batch, draws)
@@ -102,7 +99,7 @@ class GpuStep:
         rows = len(logits)
         if rows:
             self.logits[:rows] = logits
-            self._tokens[:rows] = pick(logits, draws)
+            self._tokens[:rows] = pick(logits, *draws.tensors)[0]
 
     def _read(self, count: int) -> list[int]:
         if not count:
@@ -112,18 +109,3 @@ class GpuStep:
             self._done.record()
             self._done.synchronize()
         return self._host_tokens[:count].tolist()
-
-
-def pick(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """The next token of each row, int64 [R]: the likeliest, or a drawn one; NO_TOKEN where logits are not finite.
-
-    Args:
-        logits: fp32 [R, vocab].
-        draws: R rows.
-    """
-    tiny = torch.finfo(torch.float32).tiny
-    fine = finite(logits)
-    logits = torch.where(fine[:, None], logits, 0.0)
-    drawn = sample(logits, draws.temperature.clamp(min=tiny), draws.min_p, draws.top_k, draws.top_p, draws.uniform)
-    tokens = torch.where(draws.temperature >= tiny, drawn, greedy(logits))
-    return torch.where(fine, tokens, NO_TOKEN)

@@ -15,7 +15,7 @@ _TABLE_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the token of each of R rows is chosen; see ``ops.sampling.sample``.
+    """How the token of each of R rows is chosen; see ``ops.sampling.pick``.
 
     Attributes:
         temperature: fp32 [R]; 0 takes the likeliest.
@@ -30,6 +30,11 @@ class Draws:
     top_k: torch.Tensor
     top_p: torch.Tensor
     uniform: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which ``ops.sampling`` takes them."""
+        return self.temperature, self.min_p, self.top_k, self.top_p, self.uniform
 
 
 class StepBuffers:

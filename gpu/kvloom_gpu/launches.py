@@ -1,4 +1,4 @@
-"""Everything an engine launches, at the shapes of real models: its decoder and sampler as they are, without products."""
+"""Everything an engine launches, at real models' shapes: its decoder and sampler as they are, without products."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -38,7 +38,7 @@ class MachineCode:
         loads: loads from global memory by width in bits, in the main loop, or in all where there is no loop; TMA is
             counted as 128.
         mma: the matrix instruction in use, or None.
-        loop: instructions of the main loop; 0: there is none.
+        loop: instructions of the main loop; 0: there is none, or they are not counted (AMD).
     """
 
     regs: int
@@ -110,7 +110,7 @@ def _amd(text: str, shared: int) -> MachineCode:
         shared=shared,
         loads=_loads(loop or code, _amd_bits),
         mma=_mma(code),
-        loop=len(loop),
+        loop=0,
     )
 
 
