@@ -62,8 +62,3 @@ def tile_at(step, sink_tiles, window_tile, WINDOWED: tl.constexpr):
     if WINDOWED:
         tile = tl.where(step < sink_tiles, step, step - sink_tiles + window_tile)
     return tile
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How products of fp32 are computed: as fp32, not in TF32."""
-    return "ieee"

@@ -11,7 +11,6 @@ import triton.language as tl
 from kvloom.ops.gpu.attention_parts import (
     TYPES,
     multiprocessors,
-    precision,
     score_factors,
     scores_of,
     tile_at,
@@ -57,7 +56,6 @@ def _decode_split(
     UNIT: tl.constexpr,
     SPLITS: tl.constexpr,
     COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     WITH_MASS: tl.constexpr,
@@ -96,7 +94,7 @@ def _decode_split(
         read = inside[:, None] & in_head[None, :]
         keys = tl.load(k_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
         values = tl.load(v_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
-        scores = scores_of(tl.dot(query, tl.trans(keys), input_precision=PRECISION), inner, outer, CAPPED)
+        scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
         seen = inside
         if WINDOWED:
             seen = seen & ((key < sinks) | (key >= length - window))
@@ -107,7 +105,7 @@ def _decode_split(
         shrink = tl.exp2(largest - larger)
         total = total * shrink + tl.sum(shares, 1)
         mixed = mixed * shrink[:, None]
-        mixed = tl.dot(shares.to(COMPUTE), values, acc=mixed, input_precision=PRECISION)
+        mixed = tl.dot(shares.to(COMPUTE), values, acc=mixed, input_precision="ieee")
         largest = larger
         if WITH_MASS:
             units: tl.constexpr = TILE // UNIT
@@ -230,9 +228,20 @@ def decode_attention(
     Rows of ``mass`` are written for sequences with at most one query.
 
     Args:
-        q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale, max_length, window, sinks, soft_cap, mass, out:
-            as of ``paged_attention``.
-        workspace: fp32, at least ``decode_workspace`` numbers, for what the kernels pass on; allocated where it is None.
+        q: as of ``paged_attention``, and so are the others.
+        k_cache: [blocks, kv_heads, block_size, head_dim].
+        v_cache: like ``k_cache``.
+        block_tables: int32 [B, M].
+        query_starts: int32 [B + 1].
+        seq_lens: int32 [B].
+        scale: factor on the scores.
+        out: [T, heads, head_dim], written.
+        max_length: at least the longest sequence.
+        window: 0 or how many keys a query sees.
+        sinks: first keys that a window never hides.
+        soft_cap: 0 or the cap of scores.
+        mass: fp32 [B, kv_heads, M].
+        workspace: fp32, at least ``decode_workspace`` numbers, for what the kernels pass on; None allocates it.
         splits: parts that a sequence's keys are divided into, a power of two; chosen by ``split_count`` where None.
     """
     batch, pages = block_tables.shape
@@ -282,7 +291,6 @@ def decode_attention(
         UNIT=unit,
         SPLITS=splits,
         COMPUTE=TYPES[compute],
-        PRECISION=precision(compute),
         WINDOWED=window > 0,
         CAPPED=soft_cap > 0,
         WITH_MASS=mass is not None,
@@ -359,9 +367,13 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
 
 
 def _sizes(width: int, compute: torch.dtype) -> tuple[int, int, int]:
-    """Keys of a tile, warps and stages of its pipeline: what is in flight per program is about 64 KiB."""
-    tile = min(128, 8192 // width)
-    return (tile if compute.itemsize == 2 else max(16, tile // 2)), 4, 2
+    """Keys of a tile, warps, and stages of the pipeline.
+
+    The largest that spill no registers; products of fp32 have no matrix instruction that computes in fp32.
+    """
+    if compute is torch.float32:
+        return 16, 4, 2
+    return min(128, 8192 // width), 4, 2
 
 
 def _numbers(batch: int, heads: int, head_dim: int, splits: int, units: int) -> list[int]:
