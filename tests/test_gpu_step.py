@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from engine_driver import Driver
+from gpu_on_cpu import Recorder, runner_factory
 from kvloom import assemble
 from kvloom.config import Settings
 from kvloom.errors import Internal, SettingsError
-from kvloom.gpu_runner import GpuRunner
-from kvloom.gpu_step import GpuStep
 from kvloom.graphs import DecodeGraphs, graph_sizes
 from kvloom.models.decoder import Batch
 from kvloom.placement import with_device
@@ -123,38 +122,13 @@ def test_the_smallest_graph_that_fits_is_replayed_and_the_largest_recorded_first
 # --- the engine ---
 
 
-class OnTheCpu(GpuRunner):
-    """The GPU's runner where there is none: graphs are the functions that would be recorded."""
-
-    recording = True
-    replays = 0
-
-    def __init__(self, decoder, storage, host, block_size):
-        step = GpuStep(decoder, storage.layers, 64, 5, 256, CPU)
-        if self.recording:
-            step.record_graphs(self.record)
-        super().__init__(decoder, storage, host, block_size, step)
-
-    @classmethod
-    def record(cls, work):
-        work()
-
-        def replay() -> None:
-            cls.replays += 1
-            work()
-
-        return replay
-
-
-@pytest.mark.parametrize("recording", [True, False], ids=["graphs", "eager"])
-def test_answers_are_those_of_the_cpus_runner(model, monkeypatch, recording):
+@pytest.mark.parametrize("record", [Recorder(), None], ids=["graphs", "eager"])
+def test_answers_are_those_of_the_cpus_runner(model, monkeypatch, record):
     monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
     expected = answers(model)
-    monkeypatch.setattr(assemble, "Runner", OnTheCpu)
-    monkeypatch.setattr(OnTheCpu, "recording", recording)
-    monkeypatch.setattr(OnTheCpu, "replays", 0)
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, record))
     assert answers(model) == expected
-    assert (OnTheCpu.replays > 20) == recording
+    assert record is None or record.replays > 20
 
 
 def answers(model: Path) -> list[object]:
@@ -179,8 +153,8 @@ def answers(model: Path) -> list[object]:
 
 
 def test_rows_whose_logits_are_not_finite_fail_alone(model, monkeypatch):
-    monkeypatch.setattr(assemble, "Runner", OnTheCpu)
-    driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64)
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
     step = driver.engine._runner._step
     forward = step._decoder.forward
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
@@ -38,10 +39,19 @@ class _NoDevice:
         return torch.device("cpu")
 
 
+class _NothingEmpty(TorchFunctionMode):
+    """New tensors hold zeros."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function.__name__ in ("empty", "empty_like", "new_empty") else result
+
+
 def compiled(target: GPUTarget, work: Callable[[], object]) -> list[tuple[str, Any]]:
     """Run ``work`` with every launch of a Triton kernel compiled for ``target`` instead.
 
-    Nothing is computed: what a launch would have written stays as it was. The arguments, and with them dtypes,
+    Nothing is computed: what a launch would have written stays as it was, and is 0 where it is new, so that torch can
+    work with it. The arguments, and with them dtypes,
     divisibility of strides and alignment of pointers, are those that the ops give.
 
     Args:
@@ -61,7 +71,7 @@ def compiled(target: GPUTarget, work: Callable[[], object]) -> list[tuple[str, A
 
         return launch
 
-    with _active(_NoDevice(target)), _replaced(KernelInterface, "__getitem__", compile_instead):
+    with _active(_NoDevice(target)), _replaced(KernelInterface, "__getitem__", compile_instead), _NothingEmpty():
         work()
     return kernels
 

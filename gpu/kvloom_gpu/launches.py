@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 
+import kvloom.ops.gpu
 from kvloom.gpu_step import GpuStep
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
@@ -36,7 +37,7 @@ class Shape:
         """Width of a head, and how many query heads share a KV head."""
         return f"D{self.head_dim} G{self.n_heads // self.n_kv_heads}"
 
-    def spec(self, layers: int = 1, vocab: int = 32_000) -> ModelSpec:
+    def spec(self, layers: int = 1, vocab: int = 32_000, context: int = CONTEXT) -> ModelSpec:
         """A Llama of this shape."""
         return ModelSpec(
             family="llama",
@@ -47,7 +48,7 @@ class Shape:
             head_dim=self.head_dim,
             intermediate_size=self.intermediate,
             vocab_size=vocab,
-            context_length=CONTEXT,
+            context_length=context,
             norm_eps=1e-5,
             rope_theta=500_000.0,
             rope_scaling=None,
@@ -94,13 +95,14 @@ def works(shapes: tuple[Shape, ...] = SHAPES, dtype: torch.dtype = torch.bfloat1
 
 
 @contextmanager
-def triton_everywhere() -> Iterator[None]:
-    """Let ops launch Triton kernels for tensors on the CPU."""
-    use_triton_everywhere(True)
+def triton_everywhere(on: bool = True) -> Iterator[None]:
+    """Let ops launch Triton kernels for tensors on the CPU, or not."""
+    before = kvloom.ops.gpu._everywhere
+    use_triton_everywhere(on)
     try:
         yield
     finally:
-        use_triton_everywhere(False)
+        use_triton_everywhere(before)
 
 
 class _NoProduct:
