@@ -1,5 +1,6 @@
 """Whole steps: a toy model's tokens with and without graphs, and an 8B model's decode steps against their floor."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from kvloom.gpu_step import GpuStep
 from kvloom.graphs import CudaRecorder, Record
 from kvloom.models.decoder import Decoder
+from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom_gpu.bench import Clock
 from kvloom_gpu.launches import BLOCK_SIZE, CPU, triton_everywhere
 from kvloom_gpu.models import batch_of, greedy_draws, random_decoder, storage_for
@@ -100,18 +102,7 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
                 cache.normal_()
     step = GpuStep(decoder, storage.layers, 256, most, context, device)
     step.record_graphs(_recorder(device))
-    weights = (
-        sum(
-            rows * columns
-            for rows, columns in (
-                ((spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.hidden_size),
-                (spec.hidden_size, spec.n_heads * spec.head_dim),
-                (3 * spec.intermediate_size, spec.hidden_size),
-            )
-        )
-        * spec.n_layers
-        + spec.vocab_size * spec.hidden_size
-    )
+    weights = _product_weights(spec) * dtype.itemsize
     for count, length in sizes.decodes:
         each = -(-length // BLOCK_SIZE)
         order = torch.randperm(blocks).repeat(-(-count * each // blocks))[: count * each].tolist()
@@ -125,7 +116,7 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
         device_s = clock.launched_seconds(lambda size=size, replay=replay: replay(size))
         whole_s = clock.waited_seconds(lambda batch=batch, draws=draws: step.run(batch, draws))
         kv_bytes = count * length * block_bytes / BLOCK_SIZE
-        floor_s = (weights * dtype.itemsize + kv_bytes) / bandwidth
+        floor_s = (weights + kv_bytes) / bandwidth
         yield {
             "step": "decode",
             "model": f"{sizes.model.name}, {sizes.layers} layers",
@@ -138,3 +129,10 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
             "tokens_per_s": count / whole_s,
             "ok": all(token >= 0 for token in tokens),
         }
+
+
+def _product_weights(spec: ModelSpec) -> int:
+    """Weights that a step multiplies with: every layer's products and the head; the embedding's few rows are not."""
+    shapes = tensor_shapes(spec)
+    head = math.prod(shapes["embed_tokens.weight"])
+    return head + sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_proj.weight"))
