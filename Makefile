@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load kernel-audit test test-all lint clean
+.PHONY: setup demo serve load kernel-audit gpu-check test test-all lint clean
 
 setup: .venv/.ready
 
@@ -22,6 +22,9 @@ load: setup
 
 kernel-audit: setup
 	$(BIN)/python gpu/audit.py
+
+gpu-check: setup
+	$(BIN)/python gpu/check.py
 
 lint: setup
 	$(BIN)/ruff check .

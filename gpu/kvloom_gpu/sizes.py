@@ -7,6 +7,7 @@ import torch
 from kvloom_gpu.launches import SHAPES, Shape
 
 LLAMA_8B = Shape(32, 8, 128, 4096, 14336)
+DRY = Shape(6, 2, 16, 48, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +16,8 @@ class Sizes:
 
     Attributes:
         device: where.
-        dtypes: of activations and cache, for correctness.
-        shapes: models whose attention is checked.
+        checked: dtypes of activations and cache, each with the models whose ops are checked in it.
+        special: those of them whose attention is also checked with a window and with a soft cap.
         long: longest sequence in a correctness check.
         chunk: tokens of the longest prefill chunk in one.
         vocab: of the sampler's checks and of the timed model.
@@ -33,8 +34,8 @@ class Sizes:
     """
 
     device: torch.device
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[Shape, ...]
+    checked: tuple[tuple[torch.dtype, tuple[Shape, ...]], ...]
+    special: tuple[Shape, ...]
     long: int
     chunk: int
     vocab: int
@@ -54,8 +55,9 @@ def h200(device: torch.device) -> Sizes:
     """For a GPU with some 140 GB."""
     return Sizes(
         device=device,
-        dtypes=(torch.bfloat16, torch.float32),
-        shapes=SHAPES,
+        # every variant of a kernel is compiled there, which takes about a second
+        checked=((torch.bfloat16, SHAPES), (torch.float32, SHAPES[::3])),
+        special=SHAPES[3:4],
         long=8192,
         chunk=512,
         vocab=128_256,
@@ -76,8 +78,8 @@ def dry() -> Sizes:
     """The same code on a CPU, in triton's interpreter, in seconds."""
     return Sizes(
         device=torch.device("cpu"),
-        dtypes=(torch.float32,),
-        shapes=(Shape(6, 2, 16, 48),),
+        checked=((torch.float32, (DRY,)),),
+        special=(DRY,),
         long=70,
         chunk=20,
         vocab=300,
