@@ -2,6 +2,7 @@
 
 import torch
 
+from kvloom.device import current
 from kvloom.errors import Internal
 from kvloom.gpu_step import GpuStep
 from kvloom.graphs import CudaRecorder
@@ -52,7 +53,8 @@ class GpuRunner(Runner):
 
     def _choose(self, rows: list[int], sampled: list[Sequence]) -> list[Sampled | Exception]:
         logits = self._step.logits
-        return choose(logits[torch.tensor(rows, device=logits.device)], [sampled[row] for row in rows])
+        with current(logits.device):
+            return choose(logits[torch.tensor(rows, device=logits.device)], [sampled[row] for row in rows])
 
 
 def _outcome(token: int) -> Sampled | Exception:

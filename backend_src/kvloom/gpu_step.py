@@ -38,6 +38,7 @@ class GpuStep:
         self._decoder = decoder
         self._layers = layers
         self._most = sequences
+        self._tokens_most = tokens
         self._context_length = context_length
         self._device = device
         block_size = layers[0][0].shape[2]
@@ -51,7 +52,11 @@ class GpuStep:
 
     @torch.inference_mode()
     def record_graphs(self, record: Record) -> None:
-        """Record decode steps of every padded size; nothing is written to the cache."""
+        """Record decode steps of every padded size; nothing is written to the cache.
+
+        An eager step of chunks beside decodes is run, too, so that its kernels are compiled before the first request.
+        """
+        self.run(*_nothing(self._tokens_most))
         self._buffers.pad_all(self._most)
         sizes = graph_sizes(self._most)
         for size in sizes:
@@ -109,3 +114,23 @@ class GpuStep:
             self._done.record()
             self._done.synchronize()
         return self._host_tokens[:count].tolist()
+
+
+def _nothing(tokens: int) -> tuple[Batch, Draws]:
+    """A step of padding alone, where there is room for it: a chunk beside a decode."""
+    counts = [tokens - 1, 1] if tokens > 1 else [1]
+    rows = len(counts)
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    batch = Batch(
+        tokens=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slots=torch.full((tokens,), -1),
+        query_starts=starts.int(),
+        seq_lens=torch.zeros(rows, dtype=torch.int32),
+        block_tables=torch.zeros(rows, 1, dtype=torch.int32),
+        logit_rows=starts[1:] - 1,
+        max_queries=max(counts),
+        max_length=1,
+    )
+    return batch, Draws(ones, zeros, ones.long(), ones, zeros.double())

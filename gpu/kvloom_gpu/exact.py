@@ -117,7 +117,7 @@ def _attention(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[
     long, chunk, edge = sizes.long, sizes.chunk, BLOCK_SIZE
     rng = random.Random(torch.initial_seed())
     decodes = [(1, length) for length in (1, edge - 1, edge, edge + 1, long, 0, rng.randrange(1, long))]
-    chunks = [(chunk, chunk), (chunk, long), (17, 17 + edge), (0, 5), (1, 1), (edge, 2 * edge)]
+    chunks = [(chunk, chunk), (chunk, long), (17, 17 + edge), (0, 5), (1, 1), (edge, 2 * edge), (18, 0)]
     special: dict[str, dict[str, Any]] = {
         "window": {"window": long // 3, "sinks": 4},
         "soft cap": {"soft_cap": 5.0},
