@@ -29,7 +29,8 @@ class Sizes:
         pool_share: of the free memory, for the timed model's cache.
         repeats: times that a measurement is repeated.
         toy: the shape of the model whose tokens are compared.
-        toy_tokens: how many are generated.
+        toy_sequences: how many at once; one less than a graph is recorded for.
+        toy_tokens: how many are generated for each.
         peers: whether torch's own attention is timed beside.
     """
 
@@ -47,6 +48,7 @@ class Sizes:
     pool_share: float
     repeats: int
     toy: Shape
+    toy_sequences: int
     toy_tokens: int
     peers: bool
 
@@ -69,6 +71,7 @@ def h200(device: torch.device) -> Sizes:
         pool_share=0.7,
         repeats=20,
         toy=Shape(8, 2, 64, 512, 1024),
+        toy_sequences=15,
         toy_tokens=64,
         peers=True,
     )
@@ -91,6 +94,7 @@ def dry() -> Sizes:
         pool_share=0.0,
         repeats=1,
         toy=Shape(4, 2, 16, 64, 96),
-        toy_tokens=4,
+        toy_sequences=3,
+        toy_tokens=3,
         peers=True,
     )

@@ -15,9 +15,6 @@ from kvloom_gpu.launches import BLOCK_SIZE, CPU, triton_everywhere
 from kvloom_gpu.models import batch_of, greedy_draws, random_decoder, storage_for
 from kvloom_gpu.sizes import Sizes
 
-SEQUENCES = 5
-"""Of the toy: between two sizes that graphs are recorded for."""
-
 
 def toy_rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Greedy tokens of a random fp32 model: with graphs, without, and of the torch ops on the CPU."""
@@ -48,16 +45,17 @@ def _recorder(device: torch.device) -> Record:
 
 
 def _generate(sizes: Sizes, decoder: Decoder, record: Record | None, device: torch.device) -> list[list[int]]:
-    """Prompts in two chunks each, the second beside others' decodes; then decodes together."""
-    prompts = [[(7 * i + 3 * j) % 200 for j in range(9 + 5 * i)] for i in range(SEQUENCES)]
-    most = max(map(len, prompts)) + sizes.toy_tokens + SEQUENCES
+    """Prompts in two chunks each, beside others' decodes; then decodes together."""
+    count = sizes.toy_sequences
+    prompts = [[(7 * i + 3 * j) % 200 for j in range(9 + 2 * i)] for i in range(count)]
+    most = max(map(len, prompts)) + sizes.toy_tokens + 2 * count
     each = -(-most // BLOCK_SIZE)
-    storage = storage_for(decoder.spec, torch.float32, SEQUENCES * each, device)
-    step = GpuStep(decoder, storage.layers, 256, 8, each * BLOCK_SIZE, device)
+    storage = storage_for(decoder.spec, torch.float32, count * each, device)
+    step = GpuStep(decoder, storage.layers, 64, count + 1, each * BLOCK_SIZE, device)
     if record is not None:
         step.record_graphs(record)
-    tables = [[SEQUENCES * block + i for block in range(each)] for i in range(SEQUENCES)]
-    known, computed = [list(prompt) for prompt in prompts], [0] * SEQUENCES
+    tables = [[count * block + i for block in range(each)] for i in range(count)]
+    known, computed = [list(prompt) for prompt in prompts], [0] * count
 
     def advance(limits: dict[int, int]) -> None:
         """Compute up to so many tokens of some sequences."""
@@ -69,11 +67,11 @@ def _generate(sizes: Sizes, decoder: Decoder, record: Record | None, device: tor
             if computed[i] == len(known[i]):
                 known[i].append(token)
 
-    for i in range(SEQUENCES):
+    for i in range(count):
         advance({**dict.fromkeys(range(i), 1), i: 6})
         advance({**dict.fromkeys(range(i), 1), i: 1000})
     for _ in range(sizes.toy_tokens):
-        advance(dict.fromkeys(range(SEQUENCES), 1))
+        advance(dict.fromkeys(range(count), 1))
     return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
 
 
@@ -100,7 +98,7 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
         for layer in storage.layers:
             for cache in layer:
                 cache.normal_()
-    step = GpuStep(decoder, storage.layers, 256, most, context, device)
+    step = GpuStep(decoder, storage.layers, 64, most, context, device)
     step.record_graphs(_recorder(device))
     weights = _product_weights(spec) * dtype.itemsize
     for count, length in sizes.decodes:
