@@ -31,9 +31,9 @@ def _crowded(source, out, ROWS: tl.constexpr, SIZE: tl.constexpr):
     tl.store(out + row * SIZE + column, values * tl.sum(values, 0)[None, :])
 
 
-def crowded() -> None:
-    source, out = torch.empty(2, 80, 256)
-    _crowded[(1,)](source, out, ROWS=64, SIZE=256, num_warps=1)
+def crowded(width: int) -> None:
+    source, out = torch.empty(2, 64, width)
+    _crowded[(1,)](source, out, ROWS=64, SIZE=width, num_warps=1)
 
 
 @triton.jit

@@ -11,10 +11,19 @@ import torch
 
 CHECK = Path(__file__).parents[1] / "gpu" / "check.py"
 
+ABSENT = ("pydantic", "gguf", "rich", "typer", "psutil", "transformers", "tokenizers", "safetensors", "tritonclient")
+"""What the check does not need: machines that are lent for it have torch and triton."""
+
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({ABSENT!r}))
+sys.argv = {[str(CHECK), *map(str, arguments)]!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
     return subprocess.run(
-        [sys.executable, str(CHECK), *map(str, arguments)],
+        [sys.executable, "-c", code],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,

@@ -37,9 +37,9 @@ def test_narrow_loads_are_found():
     assert any(fault.startswith("issue slots:") for fault in row.faults)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_spills_are_found(target):
-    row = judged(crowded, target, {})
+@pytest.mark.parametrize("target, width", [("sm_80", 256), ("sm_90", 256), ("gfx942", 1024)])
+def test_spills_are_found(target, width):
+    row = judged(lambda: crowded(width), target, {})
     assert row.code.spills > 0
     assert any(fault.startswith("spills:") for fault in row.faults)
     assert not row.values()["ok"]

@@ -443,7 +443,7 @@ def test_a_process_takes_what_was_planned(weights):
 
 
 def test_a_gpus_pool_fills_its_memory_and_swap_lies_on_the_host(spec):
-    free, host = 2 * GIB, 300 * MIB
+    free, host = GIB, 300 * MIB
     chosen = {"device": "cuda:0", "swap_memory": "256MiB", "max_running": 4096, "max_batch_tokens": 4096}
     settings = Settings.parse({key: str(value) for key, value in chosen.items()})
     plan = plan_memory(spec, settings, free, host)
