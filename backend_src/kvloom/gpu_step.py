@@ -38,11 +38,11 @@ class GpuStep:
         self._decoder = decoder
         self._layers = layers
         self._most = sequences
-        self._tokens_most = tokens
+        self._largest_step = tokens
         self._context_length = context_length
         self._device = device
-        block_size = layers[0][0].shape[2]
-        self._buffers = StepBuffers(tokens, sequences, blocks_for(context_length, block_size), device)
+        self._block_size = layers[0][0].shape[2]
+        self._buffers = StepBuffers(tokens, sequences, blocks_for(context_length, self._block_size), device)
         # outside the graphs' pool, where another graph's tensors would come to lie over them
         self.logits = torch.zeros(sequences, decoder.spec.vocab_size, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
@@ -56,7 +56,7 @@ class GpuStep:
 
         An eager step of chunks beside decodes is run, too, so that its kernels are compiled before the first request.
         """
-        self.run(*_nothing(self._tokens_most))
+        self.run(*self._to_nowhere())
         self._buffers.pad_all(self._most)
         sizes = graph_sizes(self._most)
         for size in sizes:
@@ -90,6 +90,25 @@ class GpuStep:
             self._compute(there, self._buffers.draws(samples))
         return self._read(samples)
 
+    def _to_nowhere(self) -> tuple[Batch, Draws]:
+        """The largest chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
+        counts = [min(self._largest_step - 1, self._context_length), 1] if self._largest_step > 1 else [1]
+        rows, tokens = len(counts), sum(counts)
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        zeros, ones = torch.zeros(rows), torch.ones(rows)
+        batch = Batch(
+            tokens=torch.zeros(tokens, dtype=torch.int64),
+            positions=torch.zeros(tokens, dtype=torch.int64),
+            slots=torch.full((tokens,), -1),
+            query_starts=starts.int(),
+            seq_lens=torch.tensor(counts, dtype=torch.int32),
+            block_tables=torch.zeros(rows, blocks_for(max(counts), self._block_size), dtype=torch.int32),
+            logit_rows=starts[1:] - 1,
+            max_queries=max(counts),
+            max_length=max(counts),
+        )
+        return batch, Draws(ones, zeros, ones.long(), ones, zeros.double())
+
     def _graph_size(self, batch: Batch) -> int | None:
         """How many sequences the graph takes that computes this step; None where none does."""
         one_token_each = len(batch.tokens) == len(batch.seq_lens) == len(batch.logit_rows)
@@ -114,23 +133,3 @@ class GpuStep:
             self._done.record()
             self._done.synchronize()
         return self._host_tokens[:count].tolist()
-
-
-def _nothing(tokens: int) -> tuple[Batch, Draws]:
-    """A step of padding alone, where there is room for it: a chunk beside a decode."""
-    counts = [tokens - 1, 1] if tokens > 1 else [1]
-    rows = len(counts)
-    starts = torch.tensor([0, *counts]).cumsum(0)
-    zeros, ones = torch.zeros(rows), torch.ones(rows)
-    batch = Batch(
-        tokens=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.zeros(tokens, dtype=torch.int64),
-        slots=torch.full((tokens,), -1),
-        query_starts=starts.int(),
-        seq_lens=torch.zeros(rows, dtype=torch.int32),
-        block_tables=torch.zeros(rows, 1, dtype=torch.int32),
-        logit_rows=starts[1:] - 1,
-        max_queries=max(counts),
-        max_length=1,
-    )
-    return batch, Draws(ones, zeros, ones.long(), ones, zeros.double())

@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ class DecodeGraphs:
     def __init__(self, sizes: Sequence[int], compute: Callable[[int], None], record: Record):
         self._sizes = list(sizes)
         # the largest first: the others find room in what it left in the pool
-        self._replays = {size: record(lambda size=size: compute(size)) for size in reversed(self._sizes)}
+        self._replays = {size: record(partial(compute, size)) for size in reversed(self._sizes)}
 
     def padded(self, count: int) -> int | None:
         """The number of sequences that ``count`` are padded to; None where no graph is large enough."""

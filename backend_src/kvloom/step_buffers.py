@@ -32,7 +32,7 @@ class Draws:
     uniform: torch.Tensor
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """In the order in which ``ops.sampling`` takes them."""
         return self.temperature, self.min_p, self.top_k, self.top_p, self.uniform
 

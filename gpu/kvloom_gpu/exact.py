@@ -17,6 +17,7 @@ from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import NOT_FINITE, pick
+from kvloom.step_buffers import Draws
 from kvloom_gpu import reference
 from kvloom_gpu.launches import BLOCK_SIZE, Shape
 from kvloom_gpu.sizes import Sizes
@@ -117,7 +118,7 @@ def _attention(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[
     long, chunk, edge = sizes.long, sizes.chunk, BLOCK_SIZE
     rng = random.Random(torch.initial_seed())
     decodes = [(1, length) for length in (1, edge - 1, edge, edge + 1, long, 0, rng.randrange(1, long))]
-    chunks = [(chunk, chunk), (chunk, long), (17, 17 + edge), (0, 5), (1, 1), (edge, 2 * edge), (18, 0)]
+    chunks = [(chunk, chunk), (chunk, long), (17, 17 + edge), (0, 5), (1, 1), (edge, 2 * edge)]
     special: dict[str, dict[str, Any]] = {
         "window": {"window": long // 3, "sinks": 4},
         "soft cap": {"soft_cap": 5.0},
@@ -144,7 +145,8 @@ def _one_attention(
         mine = [free.pop() for _ in range(blocks)]
         tables[row, :blocks] = torch.tensor(mine, dtype=torch.int32)
         pair = torch.randn(2, length, shape.n_kv_heads, width, device=device).to(dtype)
-        keys.append(pair[0]), values.append(pair[1])
+        keys.append(pair[0])
+        values.append(pair[1])
         place = torch.arange(length, device=device)
         block, offset = torch.tensor(mine, dtype=torch.int64, device=device)[place // BLOCK_SIZE], place % BLOCK_SIZE
         k_cache[block, :, offset], v_cache[block, :, offset] = pair[0], pair[1]
@@ -165,9 +167,9 @@ def _one_attention(
     )
     expected = torch.zeros(q.shape, dtype=torch.float64, device=device)
     for row, length in enumerate(lengths):
-        mine = slice(starts[row], starts[row + 1])
+        here = slice(int(starts[row]), int(starts[row + 1]))
         if length:
-            expected[mine] = reference.attention(q[mine], keys[row], values[row], scale, **options)
+            expected[here] = reference.attention(q[here], keys[row], values[row], scale, **options)
     return _row(f"attention: {kind}", _name(shape, dtype), result, expected)
 
 
@@ -189,12 +191,10 @@ def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
         for _ in range(count)
     ]
     kinds = (torch.float32, torch.float32, torch.int64, torch.float32, torch.float64)
-    columns = [
-        torch.tensor(column, dtype=kind, device=device)
-        for column, kind in zip(zip(*params, strict=True), kinds, strict=True)
-    ]
+    columns = zip(zip(*params, strict=True), kinds, strict=True)
+    draws = Draws(*(torch.tensor(column, dtype=kind, device=device) for column, kind in columns))
     poison(device)
-    tokens, logprobs = pick(logits, *columns)
+    tokens, logprobs = pick(logits, *draws.tensors)
     yield _truth("sampling: not finite", f"V{vocab}", tokens[:2].tolist() == [NOT_FINITE] * 2)
     yield _truth("sampling: logits unchanged", f"V{vocab}", bool(torch.equal(logits[2:], before[2:])))
     wrong, clear = [], 0
@@ -211,7 +211,7 @@ def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
     banned[7] = False
     zeros = torch.zeros(vocab, dtype=torch.float64, device=device)
     index = 2 * vocab + torch.arange(vocab, device=device)
-    tokens, _ = pick(logits, *columns, Edits(index, zeros, zeros + 1, zeros, banned))
+    tokens, _ = pick(logits, *draws.tensors, Edits(index, zeros, zeros + 1, zeros, banned))
     yield _truth("sampling: bans", f"V{vocab}", int(tokens[2]) == 7 and bool(torch.equal(logits[2:], before[2:])))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -85,12 +86,9 @@ def works(shapes: tuple[Shape, ...] = SHAPES, dtype: torch.dtype = torch.bfloat1
     found = []
     for shape in shapes:
         step = _step(shape, dtype)
-        found += [
-            Work(f"{shape.name} decode {size}", lambda step=step, size=size: step._decode(size))
-            for size in (1, 16, 256)
-        ]
+        found += [Work(f"{shape.name} decode {size}", partial(step._decode, size)) for size in (1, 16, 256)]
         for name, counts in (("prefill", [CHUNK]), ("mixed", [CHUNK - 3, 1, 1, 1])):
-            found.append(Work(f"{shape.name} {name}", lambda step=step, counts=counts: _run(step, counts)))
+            found.append(Work(f"{shape.name} {name}", partial(_run, step, counts)))
     return found
 
 

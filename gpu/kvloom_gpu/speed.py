@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvloom.kv.codec import LayerCache
 from kvloom.ops.activation import silu_mul
@@ -11,6 +12,7 @@ from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.sampling import pick
+from kvloom.step_buffers import Draws
 from kvloom_gpu.bench import Clock
 from kvloom_gpu.launches import BLOCK_SIZE
 from kvloom_gpu.models import greedy_draws, storage_for
@@ -93,7 +95,7 @@ def _sdpa_decode(sizes: Sizes, clock: Clock, dtype: torch.dtype, count: int, len
         return k.normal_(), v.normal_()
 
     def attend(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return lambda: sdpa(q, k, v, enable_gqa=True)
 
     return clock.seconds([attend(*pair()) for _ in range(sets)])
 
@@ -122,30 +124,26 @@ def _prefill(sizes: Sizes, clock: Clock, dtype: torch.dtype, chunk: int, before:
         "tflop_s": 4 * seen * shape.n_heads * shape.head_dim / seconds / 1e12,
     }
     if sizes.peers:
-        dense = [
+        q_dense, k, v = (
             torch.randn(1, heads, tokens, shape.head_dim, device=device).to(dtype)
             for heads, tokens in ((shape.n_heads, chunk), (shape.n_kv_heads, length), (shape.n_kv_heads, length))
-        ]
+        )
         if not before:
-            row |= _peer(
-                "sdpa",
-                lambda: clock.seconds(
-                    [lambda: torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)]
-                ),
-            )
+            row |= _peer("sdpa", lambda: clock.seconds([lambda: sdpa(q_dense, k, v, is_causal=True, enable_gqa=True)]))
         elif device.type == "cuda":
-            row |= _peer("flex", lambda: _flex(clock, dense, chunk, before))
+            row |= _peer("flex", lambda: _flex(clock, q_dense, k, v))
     return row
 
 
-def _flex(clock: Clock, dense: list[torch.Tensor], chunk: int, before: int) -> float:
-    """FlexAttention, compiled, under the same mask."""
+def _flex(clock: Clock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """FlexAttention, compiled, of the last queries of a sequence, each of which sees what comes before it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    device = dense[0].device
-    mask = create_block_mask(lambda b, h, i, j: j <= i + before, None, None, chunk, chunk + before, device=str(device))
+    chunk, length = q.shape[2], k.shape[2]
+    before = length - chunk
+    mask = create_block_mask(lambda b, h, i, j: j <= i + before, None, None, chunk, length, device=str(q.device))
     attend = torch.compile(flex_attention, dynamic=False)
-    return clock.seconds([lambda: attend(*dense, block_mask=mask, enable_gqa=True)])
+    return clock.seconds([lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)])
 
 
 def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
@@ -162,8 +160,8 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
     place = torch.arange(count, device=device)
     [layer] = storage_for(shape.spec(), dtype, count // BLOCK_SIZE + 1, device).layers
     logits = torch.randn(count, sizes.vocab, device=device)
-    greedy = [tensor.to(device) for tensor in greedy_draws(count).tensors]
-    drawn = [torch.ones(count, device=device), *greedy[1:2], greedy[2] * 50, greedy[3] * 0.9, greedy[4] + 0.5]
+    greedy = Draws(*(tensor.to(device) for tensor in greedy_draws(count).tensors))
+    drawn = Draws(greedy.top_p, greedy.min_p, greedy.top_k * 50, greedy.top_p * 0.9, greedy.uniform + 0.5)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "norm": (lambda: add_rms_norm(residual, update, weight, 1e-5), count * hidden * (8 + 2 * size)),
         "activation": (lambda: silu_mul(gate_up), count * mlp * 3 * size),
@@ -171,8 +169,8 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
             lambda: rope_kv_write(qkv, table, place % 64, place, *layer),
             2 * count * heads * shape.head_dim * size,
         ),
-        "greedy choice": (lambda: pick(logits, *greedy), count * sizes.vocab * 4),
-        "top-k and top-p": (lambda: pick(logits, *drawn), 2 * count * sizes.vocab * 4),
+        "greedy choice": (lambda: pick(logits, *greedy.tensors), count * sizes.vocab * 4),
+        "top-k and top-p": (lambda: pick(logits, *drawn.tensors), 2 * count * sizes.vocab * 4),
     }
     for name, (work, moved) in works.items():
         seconds = clock.seconds([work] * 4)

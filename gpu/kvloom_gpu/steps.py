@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,9 +111,8 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
         tokens = step.run(batch, draws)
         size = step._graph_size(batch)
         assert size is not None and step._graphs is not None
-        replay = step._graphs.replay
-        device_s = clock.launched_seconds(lambda size=size, replay=replay: replay(size))
-        whole_s = clock.waited_seconds(lambda batch=batch, draws=draws: step.run(batch, draws))
+        device_s = clock.launched_seconds(partial(step._graphs.replay, size))
+        whole_s = clock.waited_seconds(partial(step.run, batch, draws))
         kv_bytes = count * length * block_bytes / BLOCK_SIZE
         floor_s = (weights + kv_bytes) / bandwidth
         yield {

@@ -1,6 +1,6 @@
 """The one decoder: embedding, layers of attention and gated MLP, head; a flat batch in, logits out."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -44,10 +44,15 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
         return Batch(
-            **{
-                field.name: value.to(device) if isinstance(value := getattr(self, field.name), torch.Tensor) else value
-                for field in fields(self)
-            }
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            query_starts=self.query_starts.to(device),
+            seq_lens=self.seq_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            logit_rows=self.logit_rows.to(device),
+            max_queries=self.max_queries,
+            max_length=self.max_length,
         )
 
 
