@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from kvloom.ops.attention import paged_attention
-from kvloom.ops.gpu.decode_attention import MOST_TOKENS, decode_workspace, split_count
+from kvloom.ops.gpu.decode_attention import (
+    LEAST_TOKENS,
+    MOST_PROGRAMS_PER_MULTIPROCESSOR,
+    MOST_TOKENS,
+    decode_workspace,
+    split_count,
+)
 from paged_batch import PagedBatch, attention_in_float64, paged_batch
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -47,7 +53,7 @@ def check(batch: PagedBatch, max_length: int = 0, tolerance: float | None = None
 def test_decodes(dtype, heads, kv_heads, head_dim, block_size):
     batch = paged_batch(DECODES, heads, kv_heads, head_dim, block_size, dtype)
     # as if much longer ones were possible, so that there are many splits and most are empty
-    check(batch, max_length=4096)
+    check(batch, max_length=2048)
 
 
 def test_decodes_of_short_sequences_are_not_split():
@@ -79,7 +85,7 @@ def test_soft_cap(dtype):
 
 @pytest.mark.parametrize("block_size", [8, 32, 256])
 def test_mass_of_pages(block_size):
-    check(paged_batch(DECODES, 6, 2, 64, block_size, torch.float16), max_length=4096, with_mass=True)
+    check(paged_batch(DECODES, 6, 2, 64, block_size, torch.float16), max_length=2048, with_mass=True)
     check(paged_batch(MIXED, 6, 2, 64, block_size, torch.float16), with_mass=True)
 
 
@@ -109,16 +115,20 @@ def test_a_callers_workspace_is_enough_and_may_hold_anything():
 
 
 @pytest.mark.parametrize("multiprocessors", [108, 132, 304])
-def test_split_count(multiprocessors):
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
+def test_split_count(multiprocessors, kv_heads):
     for batch in (1, 2, 7, 32, 128, 512):
-        for kv_heads in (1, 3, 8, 32):
-            for length in (0, 1, 255, 1024, 8192, 131_072):
-                splits = split_count(batch, kv_heads, length, multiprocessors)
-                assert splits & (splits - 1) == 0
-                assert splits == 1 or length / splits > 64, "parts too short to pay"
+        for length in (0, 1, 255, 1024, 8192, 131_072):
+            splits = split_count(batch, kv_heads, length, multiprocessors)
+            programs = batch * kv_heads * splits
+            assert splits & (splits - 1) == 0
+            assert splits == 1 or length / splits >= LEAST_TOKENS / 2, "parts too short to pay"
+            if length >= 8192 and splits < 32:
+                assert programs >= multiprocessors, "part of the machine has nothing to do"
+            if programs < MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors / 2:
                 assert length / splits <= MOST_TOKENS, "a part that everything waits for"
-                if length >= 8192 and splits < 32:
-                    assert batch * kv_heads * splits >= multiprocessors, "part of the machine has nothing to do"
+            assert splits == 1 or programs <= 2 * MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+            assert splits == split_count(batch, kv_heads, max(length - 1, length * 3 // 4), multiprocessors)
 
 
 @pytest.mark.full

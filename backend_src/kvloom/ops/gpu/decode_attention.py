@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kvloom.ops.gpu.attention_parts import (
     TYPES,
+    load_rows,
     multiprocessors,
     score_factors,
     scores_of,
@@ -22,7 +23,11 @@ LEAST_TOKENS = 256
 """Of a split: with fewer, writing and joining the parts costs more than it gains."""
 MOST_TOKENS = 4096
 """Of a split: a longest sequence among short ones is then no program that the others wait for."""
+MOST_PROGRAMS_PER_MULTIPROCESSOR = 64
+"""A limit to ``MOST_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
 MOST_SPLITS = 128
+PART_TOKENS = 128
+"""Least tokens of a part: short sequences use fewer splits than there are."""
 
 
 @triton.jit(do_not_specialize=["pages", "window", "sinks"])
@@ -55,6 +60,7 @@ def _decode_split(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    PART_TILES: tl.constexpr,
     COMPUTE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -67,7 +73,7 @@ def _decode_split(
         return
     length = tl.load(seq_lens + sequence)
     tiles, sink_tiles, window_tile = tiles_seen(length - 1, length - 1, window, sinks, TILE, WINDOWED)
-    each = tl.cdiv(tiles, SPLITS)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), PART_TILES)
     first_step = split * each
     last_step = tl.minimum(first_step + each, tiles)
 
@@ -90,10 +96,8 @@ def _decode_split(
         inside = key < length
         block = tl.load(block_tables + sequence * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
         at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
-        # rows past the end are not read: another sequence may have left anything there, and NaN times 0 is NaN
-        read = inside[:, None] & in_head[None, :]
-        keys = tl.load(k_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
-        values = tl.load(v_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
+        keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
+        values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
         seen = inside
         if WINDOWED:
@@ -290,6 +294,7 @@ def decode_attention(
         TILE=tile,
         UNIT=unit,
         SPLITS=splits,
+        PART_TILES=max(1, PART_TOKENS // tile),
         COMPUTE=TYPES[compute],
         WINDOWED=window > 0,
         CAPPED=soft_cap > 0,
@@ -362,8 +367,11 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
     It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
     """
     length = triton.next_power_of_2(max(max_length, 1))
-    wanted = max(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (batch * kv_heads), length // MOST_TOKENS, 1)
-    return max(1, min(triton.next_power_of_2(wanted), length // LEAST_TOKENS, MOST_SPLITS))
+    pairs = batch * kv_heads
+    busy = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs
+    short = min(length // MOST_TOKENS, MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
+    wanted = triton.next_power_of_2(max(busy, short, 1))
+    return max(1, min(wanted, length // LEAST_TOKENS, MOST_SPLITS))
 
 
 def _sizes(width: int, compute: torch.dtype) -> tuple[int, int, int]:

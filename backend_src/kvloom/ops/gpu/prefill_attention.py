@@ -10,6 +10,8 @@ import triton.language as tl
 
 from kvloom.ops.gpu.attention_parts import (
     TYPES,
+    architecture,
+    load_rows,
     score_factors,
     scores_of,
     tile_at,
@@ -65,26 +67,19 @@ def _add_tile(
     MASKED: tl.constexpr,
 ):
     """Take a tile of keys and values into the running softmax; without a mask every query sees all of it."""
-    column = tl.arange(0, WIDTH)
     key = tile * TILE + tl.arange(0, TILE)
-    in_head = column < HEAD_DIM
-    read = in_head[None, :]
-    if MASKED:
-        inside = key < length
-        block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0)
-        # rows past the end are not read: another sequence may have left anything there, and NaN times 0 is NaN
-        read = inside[:, None] & in_head[None, :]
-    else:
-        block = tl.load(table + key // BLOCK_SIZE)
+    inside = key < length
+    block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0) if MASKED else tl.load(table + key // BLOCK_SIZE)
     at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
-    keys = tl.load(k_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
-    values = tl.load(v_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
+    keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, MASKED).to(COMPUTE)
+    values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, MASKED).to(COMPUTE)
     scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
     if MASKED:
-        seen = (key[None, :] <= position[:, None]) & inside[None, :]
+        # a query is itself inside, and so is all that it may see
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOWED:
-            seen = seen & ((key[None, :] < sinks) | (key[None, :] > position[:, None] - window))
-        scores = tl.where(seen, scores, float("-inf"))
+            seen = (key < sinks)[None, :] | (key[None, :] > (position - window)[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
     base = larger
     if WINDOWED:
@@ -234,8 +229,7 @@ def _prefill_mass(
         inside = key < length
         block = tl.load(block_tables + sequence * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
         at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
-        read = inside[:, None] & in_head[None, :]
-        keys = tl.load(k_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
+        keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         of_key = tl.zeros([TILE], tl.float32)
         # queries before the tile see none of it
         for first in tl.range(
@@ -368,9 +362,12 @@ def _sizes(width: int, group: int, compute: torch.dtype) -> tuple[int, int, int,
     The largest that spill no registers; products of fp32 have no matrix instruction that computes in fp32.
     """
     if compute is torch.float32:
-        rows, tile, warps, stages = 32, 16, 8, 2
-    elif width <= 128:
-        rows, tile, warps, stages = 128, 64, 8, 3
+        rows, tile, stages = 32, 16, 2
+    elif width > 128:
+        rows, tile, stages = 64, 32, 3
+    elif architecture() == 90:
+        # the matrix instructions of Hopper take keys from shared memory, which leaves registers for more scores
+        rows, tile, stages = 128, 64, 3
     else:
-        rows, tile, warps, stages = 64, 32, 8, 3
-    return max(rows, triton.next_power_of_2(group)), tile, warps, stages
+        rows, tile, stages = 128, 32, 3
+    return max(rows, triton.next_power_of_2(group)), tile, 8, stages
