@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
-HELPERS = ("conftest.py", "bfloat16.py")
+HELPERS = ("conftest.py", "bfloat16.py", "tolerance.py")
 FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in HELPERS)
 
 

@@ -16,6 +16,7 @@ from kvloom.config import Settings
 from kvloom.errors import SettingsError
 from kvloom.fetch import default_model
 from kvloom.memory import free_memory, size_bytes, size_text
+from kvloom.models import gpu_footprint
 from kvloom.models.footprint import step_bytes, weights_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_float import OneDnnLinear, packed_bytes
@@ -441,3 +442,30 @@ def test_a_process_takes_what_was_planned(weights):
     assert plan.weights < real["loaded"] < plan.weights + LEAST_HEADROOM
     planned_peak = plan.weights + plan.step + plan.pool
     assert planned_peak - 0.5 * plan.step < real["peak"] < planned_peak + LEAST_HEADROOM
+
+
+# --- on a GPU ---
+
+
+def test_a_gpus_pool_fills_its_memory_and_swap_lies_on_the_host(spec):
+    free, host = GIB, 300 * MIB
+    chosen = {"device": "cuda:0", "swap_memory": "256MiB", "max_running": 4096, "max_batch_tokens": 4096}
+    settings = Settings.parse({key: str(value) for key, value in chosen.items()})
+    plan = plan_memory(spec, settings, free, host)
+    assert (plan.weights_dtype, plan.kv_dtype) == ("bf16", "bf16")
+    # nothing is packed, and a head that is also the embedding is there once
+    layer = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * HEAD_DIM + 3 * MLP + 2)
+    assert plan.weights == 2 * (LAYERS * layer + VOCAB * HIDDEN + HIDDEN) + 4 * CONTEXT * HEAD_DIM
+    assert plan.headroom <= plan.left < plan.headroom + plan.block_bytes
+    assert plan.left == free - plan.weights - plan.products - plan.step - plan.pool
+    assert plan.swap > 0.99 * 256 * MIB
+    with pytest.raises(SettingsError, match="swap_memory='256MiB': only 200 MiB of host memory"):
+        plan_memory(spec, settings, free, 200 * MIB)
+
+
+def test_a_gpus_step_does_not_grow_with_the_length(spec):
+    short, long = (gpu_footprint.step_bytes(spec, torch.bfloat16, 2, 512, 64, length) for length in (64, 100_000))
+    assert short == long
+    wide = replace(spec, vocab_size=200_000)
+    logits = 64 * 200_000 * 4
+    assert 2 * logits < gpu_footprint.step_bytes(wide, torch.bfloat16, 2, 64, 64, 64) < 10 * logits

@@ -161,16 +161,18 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
+    import torch
     from rich.console import Console
 
-    from kvloom.memory import free_memory
     from kvloom.models.weights import open_model
+    from kvloom.placement import free_on, with_device
     from kvloom.plan_report import report
     from kvloom.repository import SOURCE, ModelRepository
 
-    settings = ModelRepository(_chosen(model, assignments), model_repository or SOURCE).settings
+    settings = with_device(ModelRepository(_chosen(model, assignments), model_repository or SOURCE).settings)
     files = open_model(Path(settings.model))
-    result = report(settings.model, files.spec, settings, free_memory(), tuple(length or ()))
+    free = free_on(torch.device(settings.device))
+    result = report(settings.model, files.spec, settings, free.device, tuple(length or ()), free.host)
     if json:
         Console().print_json(data=result.values())
     else:

@@ -1,4 +1,4 @@
-"""What the settings ``weights`` and ``kv_dtype`` stand for on this machine."""
+"""What the settings ``weights`` and ``kv_dtype`` stand for on this machine, the device being chosen."""
 
 import torch
 
@@ -14,16 +14,18 @@ CODECS = {name: PlainCodec(dtype) for name, dtype in DTYPES.items()}
 
 def weights_name(settings: Settings) -> str:
     """What the weights are: a name in ``DTYPES``, or int8, int4 or w8a8."""
-    return _native_name() if settings.weights == "auto" else settings.weights
+    return _native_name(settings) if settings.weights == "auto" else settings.weights
 
 
 def activations_name(settings: Settings) -> str:
     """Name in ``DTYPES`` of the dtype of activations: that of plain weights, else the machine's own."""
     name = weights_name(settings)
-    return name if name in DTYPES else _native_name()
+    return name if name in DTYPES else _native_name(settings)
 
 
-def _native_name() -> str:
+def _native_name(settings: Settings) -> str:
+    if settings.device.startswith("cuda"):
+        return "bf16"
     # oneDNN also emulates bf16 on older CPUs, slower than fp32: ask for the instructions, not for support
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "fp32"

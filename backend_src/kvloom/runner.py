@@ -11,7 +11,7 @@ from kvloom.sampler import choose
 
 
 class Runner:
-    """Joins the model, the cache's memory on device and host, and the sampler."""
+    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU."""
 
     def __init__(self, decoder: Decoder, storage: Storage, host: Storage, block_size: int):
         self._decoder = decoder

@@ -98,18 +98,26 @@ def _choose_edited_or_drawn(
 
 def _draw(scores: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Tokens int64 [R] drawn from scores fp32 [R, vocab] with the sequences' parameters and seeds."""
-    vocab, device = scores.shape[1], scores.device
+    return sample(scores, *(tensor.to(scores.device) for tensor in draw_parameters(sequences, scores.shape[1])))
+
+
+def draw_parameters(sequences: list[Sequence], vocab: int) -> tuple[torch.Tensor, ...]:
+    """What ``sample`` takes beside the scores, a row per sequence: temperature, min_p, top_k, top_p, uniform."""
     params = [sequence.request.params for sequence in sequences]
     seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
     positions = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.uint64)
-    return sample(
-        scores,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], device=device),
-        torch.tensor([p.top_p or 1.0 for p in params], dtype=torch.float32, device=device),
-        torch.from_numpy(uniforms(seeds, positions)).to(device),
+    return (
+        torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        torch.tensor([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], dtype=torch.int64),
+        torch.tensor([p.top_p or 1.0 for p in params], dtype=torch.float32),
+        torch.from_numpy(uniforms(seeds, positions)),
     )
+
+
+def plain(sequence: Sequence) -> bool:
+    """Whether its next token follows from the logits and ``draw_parameters`` alone, and nothing else is asked."""
+    return not _edited(sequence) and sequence.request.logprobs is None
 
 
 def _edited(sequence: Sequence) -> bool:

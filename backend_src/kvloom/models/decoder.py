@@ -12,10 +12,12 @@ from kvloom.models.weights import WeightSource
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import Linear, concat_rows, pack_linear, pack_tied_linear, plain, rows_of
+from kvloom.ops.linear import Linear, concat_rows, moved, pack_linear, pack_tied_linear, plain, rows_of
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.packed_memory import Allocate, HugePages
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,31 @@ class Batch:
     max_queries: int
     max_length: int
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            query_starts=self.query_starts.to(device),
+            seq_lens=self.seq_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            logit_rows=self.logit_rows.to(device),
+            max_queries=self.max_queries,
+            max_length=self.max_length,
+        )
+
 
 class _Layer:
-    def __init__(self, tensors: WeightSource, prefix: str, dtype: torch.dtype, allocate: Allocate):
+    def __init__(
+        self, tensors: WeightSource, prefix: str, dtype: torch.dtype, device: torch.device, allocate: Allocate
+    ):
         def norm(name: str) -> torch.Tensor:
-            return plain(tensors.pop(f"{prefix}.{name}.weight")).to(dtype)
+            return plain(tensors.pop(f"{prefix}.{name}.weight")).to(device, dtype)
 
         def product(*names: str) -> Linear:
             weight = concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names])
-            return pack_linear(weight, dtype, allocate)
+            return pack_linear(moved(weight, device), dtype, allocate)
 
         self.attention_norm = norm("input_layernorm")
         self.qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -63,15 +81,15 @@ class _Layer:
 
 
 def _tables(
-    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, allocate: Allocate
+    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device, allocate: Allocate
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
     """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
-    table = tensors.pop("embed_tokens.weight")
+    table = moved(tensors.pop("embed_tokens.weight"), device)
     assert not isinstance(table, Int8Weight)
     if spec.tied_embeddings:
         tied = pack_tied_linear(table, dtype, allocate)
         return tied.rows, tied
-    head = pack_linear(tensors.pop("lm_head.weight"), dtype, allocate)
+    head = pack_linear(moved(tensors.pop("lm_head.weight"), device), dtype, allocate)
     return partial(rows_of, table), head
 
 
@@ -84,18 +102,19 @@ class Decoder:
         spec: the model's shape.
         tensors: weights by canonical name, plain ones in ``dtype``; emptied, so that no weight is held twice.
         dtype: of activations.
+        device: where the weights go and everything is computed.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype):
+    def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device = CPU):
         self.spec = spec
         allocate = HugePages()
-        self._embedding, self._head = _tables(spec, tensors, dtype, allocate)
-        self._layers = [_Layer(tensors, f"layers.{i}", dtype, allocate) for i in range(spec.n_layers)]
-        self._norm = plain(tensors.pop("norm.weight")).to(dtype)
+        self._embedding, self._head = _tables(spec, tensors, dtype, device, allocate)
+        self._layers = [_Layer(tensors, f"layers.{i}", dtype, device, allocate) for i in range(spec.n_layers)]
+        self._norm = plain(tensors.pop("norm.weight")).to(device, dtype)
         assert not len(tensors), "weights that no layer took"
         # angles are fp32 as in the training code: more exact ones would be another function at large positions
         angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> torch.Tensor:
         """Compute the batch, write its keys and values, return fp32 logits [R, vocab] of ``batch.logit_rows``."""
@@ -122,6 +141,5 @@ class Decoder:
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
             update = layer.down(silu_mul(layer.gate_up(hidden)))
         assert update is not None, "a model has at least one layer"
-        rows = batch.logit_rows
-        hidden, _ = add_rms_norm(residual[rows], update[rows], self._norm, eps)
+        hidden, _ = add_rms_norm(residual, update, self._norm, eps, batch.logit_rows)
         return self._head(hidden, torch.float32)

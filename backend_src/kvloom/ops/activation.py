@@ -2,11 +2,16 @@
 
 import torch
 
+from kvloom.ops.gpu import runs_triton
 from kvloom.ops.native import library
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate (Shazeer, 2020): silu(gate) * up, for gate_up = [T, 2 * intermediate], gate first."""
+    if runs_triton(gate_up):
+        from kvloom.ops.gpu.activation import silu_mul as fused
+
+        return fused(gate_up)
     lib = library(gate_up)
     if lib is not None:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kvloom.ops.linear_float import NativeLinear, OneDnnLinear
+from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
 from kvloom.ops.native import library
@@ -30,9 +30,10 @@ class TiedLinear(Linear, Protocol):
 
 
 def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
-    """Pack a weight (on the CPU) so that small batches run at memory bandwidth, which a plain product does not.
+    """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
-    In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers.
+    In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers. On a GPU a plain
+    product does, and nothing is packed.
 
     Args:
         weight: the weight.
@@ -59,12 +60,22 @@ def _pack(
             return NativeGroupedLinear(weight, allocate)
         assert dtype is not None
         weight = weight.dequantize().to(dtype)
+    if weight.is_cuda:
+        return CudaLinear(weight)
     return OneDnnLinear(weight, keep_rows) if library(weight) is None else NativeLinear(weight, allocate)
 
 
 def plain(weight: Weight) -> torch.Tensor:
     """A weight that is never quantized: a norm's."""
     assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def moved(weight: Weight, device: torch.device) -> Weight:
+    """The weight on another device, where only plain ones have products."""
+    if isinstance(weight, torch.Tensor):
+        return weight.to(device)
+    assert device.type == "cpu"
     return weight
 
 

@@ -98,6 +98,23 @@ class NativeLinear:
         return out
 
 
+class CudaLinear:
+    """cuBLAS. Its sums are fp32; their order, and so the last bits, may depend on the number of rows."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        if out_dtype is None or out_dtype is x.dtype:
+            return torch.mm(x, self._weight.t())
+        return torch.mm(x, self._weight.t(), out_dtype=out_dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``TiedLinear``."""
+        return self._weight[ids].float()
+
+
 class OneDnnLinear:
     """The weight in oneDNN's blocked layout, beside the plain one where its rows are wanted too."""
 
