@@ -5,6 +5,8 @@ build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile``
 """
 
 import json
+import signal
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,8 +55,7 @@ def run(
     spec = GgufFile(default_model()).spec
     record = Record(REPORTS / f"{name}.samples.jsonl", {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}, resume)
     begin = datetime.now(UTC)
-    # before the engines have threads
-    machine = floors.measure()
+    machine = floors.measure(1 if quick else 10)
     with Progress(console=Console(stderr=True)) as progress:
         Measurement(scale, rounds, record, PromptSource.default(), progress).run(chosen, in_turns)
     rows = results.rows(chosen, record, scale, machine, spec) + results.floor_rows(chosen, scale, machine, spec)
@@ -131,4 +132,6 @@ def _write(folder: Path, name: str, meta: dict[str, Any], rows: list[dict[str, A
 
 
 if __name__ == "__main__":
+    # a benchmark that is ended ends its engines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     app()

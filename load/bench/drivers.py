@@ -23,7 +23,11 @@ class EngineFailed(Exception):
 
 
 class Driver:
-    """One engine in a process of its own, see ``engines.protocol``. A context manager that ends it."""
+    """One engine in a process of its own, see ``engines.protocol``. A context manager that ends it.
+
+    It is stopped (SIGSTOP) while it has nothing to do: some engines keep a core busy with waiting. Its process group, one
+    of its own in the benchmark's session, gets SIGHUP and SIGCONT from the system if the benchmark is killed meanwhile.
+    """
 
     def __init__(self, variant: Variant):
         """Start the driver and load the model.
@@ -40,6 +44,7 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            process_group=0,
         )
         try:
             loaded = self._ask({"load": {"model": str(variant.model), "options": dict(variant.options)}})
@@ -49,6 +54,7 @@ class Driver:
         self.load_seconds: float = loaded["seconds"]
         self.versions: dict[str, str] = loaded["versions"]
         self._pid: int = loaded["pid"]
+        self._pause()
 
     def run(self, run: Run) -> tuple[float, list[list[int]]]:
         """Seconds that it took, and the new tokens of each prompt.
@@ -56,7 +62,11 @@ class Driver:
         Raises:
             EngineFailed: it failed, or the answers do not have the length asked for.
         """
-        reply = self._ask({"run": {"prompts": run.prompts, "new": run.new}})
+        self._go_on()
+        try:
+            reply = self._ask({"run": {"prompts": run.prompts, "new": run.new}})
+        finally:
+            self._pause()
         tokens: list[list[int]] = reply["tokens"]
         lengths = [len(answer) for answer in tokens]
         if lengths != [run.new] * len(run.prompts):
@@ -65,12 +75,12 @@ class Driver:
 
     def peak_rss(self) -> int:
         """Bytes: the most that each of the engine's processes ever had, added up."""
-        root = psutil.Process(self._pid)
-        return sum(_peak(process.pid) for process in (root, *root.children(recursive=True)))
+        return sum(_peak(process.pid) for process in _tree(self._pid))
 
     def close(self) -> None:
         """End it, and what it started."""
         assert self._process.stdin is not None
+        self._go_on()
         self._process.stdin.close()
         try:
             self._process.wait(END_S)
@@ -84,6 +94,14 @@ class Driver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _pause(self) -> None:
+        for process in _tree(self._process.pid):
+            process.suspend()
+
+    def _go_on(self) -> None:
+        for process in reversed(_tree(self._process.pid)):
+            process.resume()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -103,6 +121,15 @@ class Driver:
         code = self._process.wait()
         lines = [line for line in Path(self._log.name).read_text(errors="replace").splitlines() if line.strip()]
         return EngineFailed(f"its process ended with exit code {code}: {' | '.join(lines[-LOG_LINES:])}")
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; none where it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [process for process in (root, *root.children(recursive=True)) if process.is_running()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _peak(pid: int) -> int:

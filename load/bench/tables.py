@@ -14,15 +14,15 @@ PIPE_WIDTH = 200
 Row = dict[str, Any]
 Column = tuple[str, int | None]
 
-EXTRA: list[Column] = [("peak_rss", None), ("same_first_token", None)]
+ORDER = ("decode", "total", "prefill", "ttft_cold", "ttft_warm", "shared", "peak_rss", "same_first_token")
 TITLES = {"ttft_cold": "TTFT cold, ms", "ttft_warm": "TTFT warm, ms", "shared": "sharing a prefix"}
 EXTRA_TITLES = {"peak_rss": "peak RSS, MiB", "same_first_token": "same first token"}
 
 
 def columns(made: Sequence[Row]) -> list[Column]:
-    """Case and size of each column that some row has, in the rows' order; memory and agreement last."""
+    """Case and size of each column that some row has."""
     found = dict.fromkeys((row["case"], row["size"]) for row in made if "case" in row)
-    return [column for column in found if column not in EXTRA] + [column for column in EXTRA if column in found]
+    return sorted(found, key=lambda column: (ORDER.index(column[0]), column[1] or 0))
 
 
 def title(column: Column) -> str:

@@ -45,15 +45,19 @@ class Variant:
 KVLOOM_WEIGHTS = ("bf16",)
 """kvloom's own variants: what the setting ``weights`` is."""
 
-DOORS = {f"kvloom {weights} {door}": f"kvloom {weights}" for weights in KVLOOM_WEIGHTS for door in ("gRPC", "HTTP")}
+DOORS = {
+    f"kvloom {weights} {door}": f"kvloom {weights} in-process"
+    for weights in KVLOOM_WEIGHTS
+    for door in ("gRPC", "HTTP")
+}
 """The engine alone, by the name of the same engine behind one of Triton's doors."""
 
 
 def _kvloom(weights: str) -> list[Variant]:
     settings = {"weights": weights, "kv_memory": f"{KV_GIB}GiB"}
-    drivers = {"": "kvloom_inprocess", " gRPC": "kvloom_grpc", " HTTP": "kvloom_http"}
+    drivers = {"in-process": "kvloom_inprocess", "gRPC": "kvloom_grpc", "HTTP": "kvloom_http"}
     return [
-        Variant(f"kvloom {weights}{door}", engine, weights, default_model(), settings)
+        Variant(f"kvloom {weights} {door}", engine, weights, default_model(), settings)
         for door, engine in drivers.items()
     ]
 

@@ -7,6 +7,7 @@ ends when its stdin does. Only the standard library: drivers run in their peers'
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -39,6 +40,9 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
     # what libraries print goes to stderr
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # SIGHUP comes when the benchmark was killed while this process was stopped, see Driver
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
     engine: Engine | None = None
     try:
         for line in sys.stdin:
