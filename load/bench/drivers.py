@@ -25,8 +25,8 @@ class EngineFailed(Exception):
 class Driver:
     """One engine in a process of its own, see ``engines.protocol``. A context manager that ends it.
 
-    It is stopped (SIGSTOP) while it has nothing to do: some engines keep a core busy with waiting. Should the benchmark be
-    killed meanwhile, the system sends SIGHUP and SIGCONT to its process group, one of its own in the same session.
+    It is stopped (SIGSTOP) while it has nothing to do: some engines keep a core busy with waiting. Should the benchmark
+    be killed meanwhile, the system sends SIGHUP and SIGCONT to its process group, one of its own in the same session.
     """
 
     def __init__(self, variant: Variant):

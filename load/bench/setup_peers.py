@@ -87,6 +87,8 @@ def openvino(run: Shell) -> None:
     for kind in ("fp32", "int8"):
         options = ("--task", "text-generation-with-past", "--weight-format", kind)
         run(export, "export", "openvino", "--model", model_path("fp32"), *options, run.folder / f"model-{kind}")
+    # done with, and gigabytes
+    shutil.rmtree(run.folder / "export")
 
 
 def llamacpp(run: Shell) -> None:

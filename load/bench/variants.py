@@ -65,7 +65,7 @@ def _kvloom(weights: str) -> list[Variant]:
 def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
     binary = Environment("llamacpp").folder / "build" / "bin" / "llama-server"
     options = {"binary": str(binary), "kv_tokens": KV_TOKENS, "arguments": []}
-    slow = "each of its slots computes the prefix: minutes"
+    slow = "each of its slots computes the shared prefix anew, which takes minutes"
     return Variant(name, "llamacpp", precision, model, options, "llamacpp", most_streams, {"shared": slow})
 
 

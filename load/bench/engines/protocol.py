@@ -61,7 +61,10 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
             except Exception as error:  # noqa: BLE001 the benchmark shows it in the engine's place
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(reply), file=replies, flush=True)
+            try:
+                print(json.dumps(reply), file=replies, flush=True)
+            except BrokenPipeError:
+                return  # the benchmark has ended meanwhile
     finally:
         if engine is not None:
             engine.close()
