@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load kernel-audit gpu-check test test-all lint clean
+.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-all lint clean
 
 setup: .venv/.ready
 
@@ -19,6 +19,12 @@ serve: setup
 
 load: setup
 	$(BIN)/python load/run.py run
+
+bench: setup
+	$(BIN)/python load/benchmark.py run
+
+bench-peers: setup
+	$(BIN)/python load/benchmark.py peers
 
 kernel-audit: setup
 	$(BIN)/python gpu/audit.py

@@ -53,7 +53,7 @@ class Shape:
             norm_eps=1e-5,
             rope_theta=500_000.0,
             rope_scaling=None,
-            tied_embeddings=True,
+            tied_embeddings=False,
         )
 
 
