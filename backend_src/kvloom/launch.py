@@ -37,6 +37,9 @@ POLL_S = 0.1
 UNLOAD_S = 4.0
 """Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second."""
 
+LEAST_UNLOAD_S = 1.0
+"""Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
+
 
 class Server:
     """A running tritonserver. Made by ``start``; a context manager that stops it.
@@ -245,7 +248,7 @@ class Server:
             # tritonserver takes its stubs down itself; a signal to the whole group would cut their last responses
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(deadline - time.monotonic(), UNLOAD_S))
+                self.process.wait(max(deadline - time.monotonic(), LEAST_UNLOAD_S))
         # usually nobody is left
         kill_group(self.process)
 
