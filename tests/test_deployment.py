@@ -20,14 +20,15 @@ import pytest
 import typer
 import yaml
 
-from kvloom import cli, launch, tritonserver
+from kvloom import cli, launch, processes, tritonserver
 from kvloom.errors import LaunchError
+from kvloom.health import HealthEndpoint
 from kvloom.launch import Server
 from kvloom.ports import Ports
 from kvloom.repository import ModelRepository
 from kvloom_client import Client, HttpClient
+from launched import KVLOOM
 from server import SETTINGS
-from test_launch import KVLOOM
 from tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +76,7 @@ def test_images_and_compose_call_serve_as_it_is():
         assert COMPOSE["services"]["kvloom"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in ports]
         assert f"EXPOSE {' '.join(map(str, ports))}" in DOCKERFILE
         grace = int(COMPOSE["services"]["kvloom"]["stop_grace_period"].removesuffix("s"))
-        assert grace >= parsed.params["exit_timeout"] + 2 * launch.KILL_GRACE_S
+        assert grace >= parsed.params["exit_timeout"] + 2 * processes.KILL_GRACE_S
         scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
         assert scraped == [{"targets": [f"kvloom:{parsed.params['metrics_port']}"]}]
 
@@ -91,14 +92,19 @@ def test_what_compose_mounts_is_there_and_nothing_is_published_beyond_this_machi
                 assert source in COMPOSE["volumes"] or source == "${KVLOOM_MODELS"
 
 
-def test_the_images_health_check_tells_a_ready_server(server):
+def test_the_images_health_check_tells_a_ready_server():
+    ports = Ports().resolved()
+    ready = HealthEndpoint(ports.host, ports.health, lambda: True)
+    other = HealthEndpoint(ports.host, ports.http, lambda: False)
     for python, *arguments in commands("HEALTHCHECK"):
         assert python == "python3"
-        for port, expected in ((server.ports.health, 0), (1, 1)):
+        for port, expected in ((ports.health, 0), (ports.http, 1), (1, 1)):
             check = [argument.replace(":8003/", f":{port}/") for argument in arguments]
             assert (
                 subprocess.run([sys.executable, *check], stderr=subprocess.DEVNULL, check=False).returncode == expected
             )
+    ready.close()
+    other.close()
 
 
 def test_the_dashboard_shows_every_metric_there_is_and_no_other(server):

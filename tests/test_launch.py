@@ -5,11 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 
-import psutil
 import pytest
 
 from kvloom import tritonserver
@@ -17,44 +13,12 @@ from kvloom.errors import LaunchError, ModelError, SettingsError
 from kvloom.launch import Server
 from kvloom.ports import Ports
 from kvloom.repository import ModelRepository, parse_assignments
-from kvloom_client import Client, ServerError, TransportError
+from launched import KVLOOM, child, health, serve
 from server import SETTINGS, Footprint, canary
-
-KVLOOM = str(Path(sys.executable).parent / "kvloom")
-READY = re.compile(
-    "kvloom ready " + " ".join(rf"{name}=127\.0\.0\.1:(\d+)" for name in ("http", "grpc", "metrics", "health")) + "\n"
-)
 
 
 def run(*arguments: str, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([KVLOOM, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def serve(*arguments: str) -> "subprocess.Popen[str]":
-    settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics") if f"--{name}-port" not in arguments]
-    return subprocess.Popen(
-        [KVLOOM, "serve", *settings, *ports, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def child(serving: "subprocess.Popen[str]", within: float = 30.0) -> Footprint:
-    """The footprint of the tritonserver that ``kvloom serve`` starts, as soon as it has."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        for process in psutil.Process(serving.pid).children():
-            if "shm-region-prefix-name" in " ".join(process.cmdline()):
-                return Footprint(process.pid)
-        time.sleep(0.02)
-    raise AssertionError("no tritonserver was started")
-
-
-def health(port: int, path: str = "/health/ready") -> int:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 # what is refused before anything is started
@@ -159,8 +123,6 @@ def test_a_relative_model_is_found_and_made_absolute(tmp_path, monkeypatch):
 
 def test_the_running_server_is_ready_and_answers(server):
     assert server.ready
-    assert health(server.ports.health) == 200
-    assert health(server.ports.health, "/other") == 404
     footprint = Footprint(server.process.pid)
     assert len(footprint.processes()) >= 2
     assert len(footprint.shared_memory()) >= 1
@@ -174,46 +136,6 @@ def test_a_model_that_can_not_be_served_says_why(tmp_path):
     found = re.search(r"shm-region-prefix-name\S*?(kvloom-[0-9a-f]+-)", log.read_text())
     assert found is not None
     assert [name for name in os.listdir("/dev/shm") if name.startswith(found[1])] == []
-
-
-def test_sigterm_takes_everything_down_with_answers_in_flight():
-    serving = serve("--health-port=0", "--exit-timeout=1")
-    try:
-        ready = READY.fullmatch(serving.stdout.readline())
-        assert ready, serving.stderr.read()
-        footprint = child(serving)
-        assert footprint.processes() and footprint.shared_memory()
-        assert health(int(ready[4])) == 200
-        with Client(f"127.0.0.1:{ready[2]}") as client:
-            stream = client.stream(text_input="Count: 1, 2, 3,", max_tokens=8000, ignore_eos=True, temperature=0.0)
-            next(stream)
-            serving.send_signal(signal.SIGTERM)
-            start = time.monotonic()
-            with pytest.raises((TransportError, ServerError)):
-                list(stream)
-        assert serving.wait(30) == 0
-        assert time.monotonic() - start < 25  # not the 30 s that answers get by default
-        footprint.assert_gone()
-        assert serving.stdout.read() == ""  # the one line was all
-    finally:
-        serving.kill()
-        serving.communicate()
-
-
-def test_a_server_killed_from_outside_ends_serve_with_its_log():
-    serving = serve("--health-port=0")
-    try:
-        assert READY.fullmatch(serving.stdout.readline())
-        footprint = child(serving)
-        os.kill(footprint.group, signal.SIGKILL)
-        _, errors = serving.communicate(timeout=30)
-        assert serving.returncode == 1
-        assert "kvloom: tritonserver ended by itself (signal SIGKILL); the end of its log:" in errors
-        assert "Traceback" not in errors
-        footprint.assert_gone()
-    finally:
-        serving.kill()
-        serving.communicate()
 
 
 def test_sigint_during_startup_leaves_nothing():

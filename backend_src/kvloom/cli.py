@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,7 +13,7 @@ from kvloom.interrupts import Interrupts
 from kvloom.ports import HOST, Ports
 
 if TYPE_CHECKING:
-    from kvloom.launch import Server
+    from kvloom.repository import ModelRepository
     from kvloom_client import Client
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 
 URL = "127.0.0.1:8001"
+ENDPOINTS = ("http", "grpc", "metrics", "health")
 
 
 @app.callback()
@@ -62,25 +63,29 @@ def serve(
     exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30,
     verbose: Verbose = False,
 ) -> None:
-    """Start tritonserver and watch it until Ctrl-C or SIGTERM."""
+    """Start tritonserver, and start it again whenever it fails, until Ctrl-C or SIGTERM."""
+    from kvloom.supervisor import Supervisor
+
     ports = Ports(http_port, grpc_port, metrics_port, health_port, host)
     with Interrupts() as interrupts:
         try:
-            with _start(
-                interrupts,
-                model,
-                assignments,
-                model_repository,
+            with interrupts.raising():
+                repository = _repository(model, assignments, model_repository)
+            supervisor = Supervisor(
+                repository,
                 ports=ports,
+                stop=interrupts.event,
                 binary=binary,
                 log_file=log_file,
                 exit_timeout_s=exit_timeout,
                 verbose=verbose,
-            ) as server:
-                addresses = (f"{name}={server.ports.address(name)}" for name in ("http", "grpc", "metrics", "health"))
+            )
+            with ExitStack() as cleanup:
+                with _starting(verbose):
+                    cleanup.enter_context(supervisor)
+                addresses = (f"{name}={supervisor.ports.address(name)}" for name in ENDPOINTS)
                 print("kvloom ready", *addresses, flush=True)
-                while not interrupts.event.wait(0.2):
-                    server.check()
+                supervisor.watch()
                 print(f"kvloom: stopping; running answers get up to {exit_timeout} s", file=sys.stderr)
         except KeyboardInterrupt:
             raise typer.Exit(128 + (interrupts.signum or 0)) from None
@@ -167,9 +172,8 @@ def plan(
     from kvloom.models.weights import open_model
     from kvloom.placement import free_on, with_device
     from kvloom.plan_report import report
-    from kvloom.repository import SOURCE, ModelRepository
 
-    settings = with_device(ModelRepository(_chosen(model, assignments), model_repository or SOURCE).settings)
+    settings = with_device(_repository(model, assignments, model_repository).settings)
     files = open_model(Path(settings.model))
     free = free_on(torch.device(settings.device))
     result = report(settings.model, files.spec, settings, free.device, tuple(length or ()), free.host)
@@ -187,24 +191,19 @@ def main() -> None:
         _fail(error)
 
 
-def _start(
-    interrupts: Interrupts,
-    model: str | None,
-    assignments: list[str] | None,
-    source: Path | None,
-    **options: Any,
-) -> "Server":
-    from rich.console import Console
-
-    from kvloom.launch import Server
+def _repository(model: str | None, assignments: list[str] | None, source: Path | None) -> "ModelRepository":
     from kvloom.repository import SOURCE, ModelRepository
 
-    with interrupts.raising():
-        repository = ModelRepository(_chosen(model, assignments), source or SOURCE)
-    if options.get("verbose"):
-        return Server.start(repository, stop=interrupts.event, **options)
-    with Console(stderr=True).status("starting tritonserver"):
-        return Server.start(repository, stop=interrupts.event, **options)
+    return ModelRepository(_chosen(model, assignments), source or SOURCE)
+
+
+@contextmanager
+def _starting(verbose: bool) -> Iterator[None]:
+    """Show that a server is being started, unless its own output shows that."""
+    from rich.console import Console
+
+    with nullcontext() if verbose else Console(stderr=True).status("starting tritonserver"):
+        yield
 
 
 @contextmanager
@@ -230,9 +229,14 @@ def _client(
         with Client(url) as client:
             yield client
         return
-    with _start(interrupts, model, assignments, source, binary=binary, verbose=verbose) as server:
-        with Client(server.grpc_url) as client:
-            yield client
+    from kvloom.launch import Server
+
+    with interrupts.raising():
+        repository = _repository(model, assignments, source)
+    with _starting(verbose):
+        server = Server.start(repository, stop=interrupts.event, binary=binary, verbose=verbose)
+    with server, Client(server.grpc_url) as client:
+        yield client
 
 
 @contextmanager

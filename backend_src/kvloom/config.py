@@ -36,6 +36,10 @@ class Settings(BaseModel):
         queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
         prefix_cache: let requests that begin with the same tokens share their blocks.
         threads: CPU threads of a step; 0 takes every core.
+        stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.
+        admin_token: what the control op ``drain`` asks for, itself or as ``sha256:`` and its digest, several separated
+            by commas. Triton shows the settings to every client, so `kvloom serve` hands over digests only.
+        journal_dir: set by `kvloom serve`: where conversations are kept for a restart.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
         test_block_hash: tests only: a weak hash for the prefix cache.
     """
@@ -58,6 +62,9 @@ class Settings(BaseModel):
     queue_timeout_ms: NonNegative = 0
     prefix_cache: bool = True
     threads: NonNegative = 0
+    stuck_after_s: NonNegative = 30
+    admin_token: str = ""
+    journal_dir: str = ""
     test_fail_after_tokens: NonNegative = 0
     test_block_hash: Literal["", "constant", "mod7"] = ""
 

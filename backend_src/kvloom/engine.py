@@ -69,6 +69,9 @@ class Engine:
 
     Attributes:
         observations: measured values, for histograms.
+        steps: how many steps have finished.
+        failed_steps: how many have failed since the last one that finished.
+        draining: no request is taken any more.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class Engine:
         limits: Limits,
     ):
         self.observations = Observations()
+        self.steps = 0
+        self.failed_steps = 0
+        self.draining = False
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
@@ -162,6 +168,7 @@ class Engine:
             outcomes = iter(self._runner.run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
             log.exception("a step of %d sequences failed", len(plan.slices))
+            self.failed_steps += 1
             self._scheduler.abandon(plan)
             for piece in plan.slices:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
@@ -211,6 +218,8 @@ class Engine:
 
     def _refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""
+        if self.draining:
+            return Unavailable("the server is shutting down and takes no new requests")
         # a burst arrives between two steps: those that the next one lets in do not count as waiting
         if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
@@ -236,6 +245,8 @@ class Engine:
                 self._end(sequence, error=Unavailable(f"queue_timeout_ms: not begun within {limit * 1e3:.0f} ms"))
 
     def _observe(self, plan: Plan, took: float) -> None:
+        self.steps += 1
+        self.failed_steps = 0
         self.observations.add("step_seconds", took)
         self.observations.add("step_tokens", sum(piece.count for piece in plan.slices))
         self.observations.add("step_sequences", len(plan.slices))

@@ -1,11 +1,12 @@
 """Starts a tritonserver of our own, waits until it answers, watches it and takes everything down again."""
 
 import http.client
+import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,48 +16,51 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import psutil
 
 from kvloom import tritonserver
+from kvloom.admin import digests
 from kvloom.errors import LaunchError
-from kvloom.health import HealthEndpoint
 from kvloom.ports import Ports
+from kvloom.processes import SHARED_MEMORY, Guard, alive, kill_group, remove_shared_memory, spawn, stubs_of
 from kvloom.repository import ModelRepository
+from kvloom.serverlog import ServerLog
 from kvloom_client import Client, KvloomClientError
 
-SHARED_MEMORY = Path("/dev/shm")
+log = logging.getLogger(__name__)
+
 SHARED_MEMORY_MIB = 16
 """What must be free there: the two models take 1 MiB each; the rest is for prompts, at about four times their size."""
 
 POLL_S = 0.1
-KILL_GRACE_S = 5.0
-MODEL_SAYS = "kvloom: ERROR kvloom.serving.llm: "
-"""What the line begins with in which `llm` says why it can't start."""
+UNLOAD_S = 4.0
+"""Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second."""
 
-LOG_TAIL_LINES = 40
-LOG_TAIL_BYTES = 16384
+LEAST_UNLOAD_S = 1.0
+"""Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
 
 
 class Server:
     """A running tritonserver. Made by ``start``; a context manager that stops it.
 
     Attributes:
-        ports: where it listens.
+        ports: where it listens; on the health port somebody else does.
         process: the tritonserver process; leads a session and process group of its own.
         shm_prefix: what the names of all its files in /dev/shm begin with.
-        log_path: file with everything it and its models print; gone after the stop unless the caller named it.
     """
 
     process: "subprocess.Popen[bytes]"
 
-    def __init__(self, ports: Ports, log_path: Path, exit_timeout_s: int):
+    def __init__(self, ports: Ports, server_log: ServerLog, exit_timeout_s: int):
         self.ports = ports
-        self.log_path = log_path
         self.shm_prefix = f"kvloom-{uuid.uuid4().hex[:12]}-"
+        self._log = server_log
         self._exit_timeout_s = exit_timeout_s
+        self._admin_token = secrets.token_urlsafe()
+        self._stubs: dict[str, psutil.Process] = {}
         self._answered = False
+        self._guard: Guard | None = None
         self._cleanup = ExitStack()
 
     @classmethod
@@ -67,6 +71,7 @@ class Server:
         ports: Ports = Ports(),  # noqa: B008 - frozen
         binary: Path | None = None,
         log_file: Path | None = None,
+        run_dir: Path | None = None,
         verbose: bool = False,
         start_timeout_s: float = 600.0,
         exit_timeout_s: int = 30,
@@ -78,10 +83,12 @@ class Server:
             repository: the models to serve.
             ports: where to listen; 0 takes any free port.
             binary: the tritonserver to start; None looks for one.
-            log_file: where its output goes; None keeps it in a temporary file.
+            log_file: where its output goes; None keeps it in ``run_dir``.
+            run_dir: folder that outlives this server, for what the next one shall find, like the journal of the
+                conversations; None: there is no next one.
             verbose: also copy its output to stderr.
             start_timeout_s: seconds it may take to get ready.
-            exit_timeout_s: seconds that requests in flight get when it is stopped.
+            exit_timeout_s: seconds that a stop may take, most of them for running answers.
             stop: when set, the start is given up.
 
         Raises:
@@ -89,23 +96,34 @@ class Server:
             KeyboardInterrupt: ``stop`` was set. Nothing is left behind.
         """
         with ExitStack() as cleanup:
-            workdir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-")))
-            server = cls(ports.resolved(), log_file or workdir / "tritonserver.log", exit_timeout_s)
+            run_dir = run_dir or Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-")))
+            workdir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="server-", dir=run_dir)))
+            ports = ports.resolved()
             installation = tritonserver.find(binary, workdir)
             check_shared_memory(SHARED_MEMORY)
-            repository.write(workdir / "models")
-            cleanup.callback(server._remove_shared_memory)
-            log = cleanup.enter_context(_open(server.log_path))
-            health = HealthEndpoint(server.ports.host, server.ports.health, lambda: server.ready)
-            cleanup.callback(health.close)
+            server_log = ServerLog(log_file or run_dir / "tritonserver.log")
+            file = cleanup.enter_context(server_log.file)
+            server = cls(ports, server_log, exit_timeout_s)
+            journal = run_dir / "journal"
+            journal.mkdir(exist_ok=True)
+            repository.write(
+                workdir / "models",
+                # Triton shows the settings to every client
+                admin_token=digests(repository.settings.admin_token, server._admin_token),
+                journal_dir=str(journal),
+            )
+            cleanup.callback(server._dismiss_guard)
+            cleanup.callback(remove_shared_memory, server.shm_prefix)
             if verbose:
-                cleanup.callback(_follow(server.log_path))
+                cleanup.callback(server_log.follow())
             options = server._options(workdir / "models", installation.backends)
-            server.process = _spawn([str(installation.binary), *options], installation.environment(os.environ), log)
-            cleanup.callback(server._stop_processes)
+            server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
+            cleanup.callback(server._end_processes)
+            server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
             deadline = time.monotonic() + start_timeout_s
             server._wait_until(server._serves_http, deadline, stop)
             server._wait_for_canary(deadline, stop)
+            server._stubs = stubs_of(server.process.pid)
             server._answered = True
             server._cleanup = cleanup.pop_all()
         return server
@@ -126,28 +144,30 @@ class Server:
         return f"http://{self.ports.own_host}:{self.ports.metrics}/metrics"
 
     @property
-    def health_url(self) -> str:
-        """URL that answers 200 while the server is ready, else 503."""
-        return f"http://{self.ports.own_host}:{self.ports.health}/health/ready"
-
-    @property
     def ready(self) -> bool:
-        """Whether it has answered a request and still runs."""
-        return self._answered and self.process.poll() is None
+        """Whether it has answered a request and all of its processes still run; any thread may ask."""
+        return self._answered and self._ended() is None
 
     def check(self) -> None:
         """Look after the server.
 
         Raises:
-            LaunchError: it has died; carries the end of its log.
+            LaunchError: a process of it has ended; carries the end of its log.
         """
-        code = self.process.poll()
-        if code is not None:
-            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise self._failure(f"tritonserver ended by itself ({reason})")
+        ended = self._ended()
+        if ended is not None:
+            raise self.failure(ended)
+
+    def failure(self, what: str) -> LaunchError:
+        """An error that carries the end of the log."""
+        return self._log.failure(what, starting=not self._answered)
 
     def stop(self) -> None:
-        """Stop everything that was started and remove what it left; may be called again."""
+        """Let running answers end, then stop everything and remove what it left; may be called again."""
+        self._cleanup.close()
+
+    def kill(self) -> None:
+        """The same at once: connections to it break, and who waits for an answer gets an error."""
         self._answered = False
         self._cleanup.close()
 
@@ -158,6 +178,17 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def _ended(self) -> str | None:
+        """Which process has ended, in words."""
+        code = self.process.poll()
+        if code is not None:
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return f"tritonserver ended by itself ({reason})"
+        for model, process in self._stubs.items():
+            if not alive(process):
+                return f"the process of the model {model} has ended"
+        return None
 
     def _options(self, models: Path, backends: Path) -> list[str]:
         return [
@@ -185,7 +216,7 @@ class Server:
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise self._failure("tritonserver did not get ready in time")
+                raise self.failure("tritonserver did not get ready in time")
             time.sleep(POLL_S)
 
     def _serves_http(self) -> bool:
@@ -207,35 +238,34 @@ class Server:
             try:
                 answer.result()
             except KvloomClientError as error:
-                raise self._failure(f"the first request failed: {error}") from error
+                raise self.failure(f"the first request failed: {error}") from error
 
-    def _failure(self, what: str) -> LaunchError:
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-        said = [line.removeprefix(MODEL_SAYS) for line in lines if line.startswith(MODEL_SAYS)]
-        if said:
-            return LaunchError(f"llm can't be served: {said[-1]}")
-        lines = lines[-LOG_TAIL_LINES:]
-        return LaunchError("\n  | ".join([f"{what}; the end of its log:", *lines]))
-
-    def _stop_processes(self) -> None:
-        if self.process.poll() is None:
-            # tritonserver takes its stubs down itself; a signal to the whole group would cut their last answers
+    def _end_processes(self) -> None:
+        if self.ready:
+            deadline = time.monotonic() + self._exit_timeout_s
+            self._drain()
+            self._answered = False
+            # tritonserver takes its stubs down itself; a signal to the whole group would cut their last responses
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(self._exit_timeout_s + KILL_GRACE_S)
-        # whoever is left: usually nobody
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        deadline = time.monotonic() + KILL_GRACE_S
-        while _group_alive(self.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
+                self.process.wait(max(deadline - time.monotonic(), LEAST_UNLOAD_S))
+        # usually nobody is left
+        kill_group(self.process)
 
-    def _remove_shared_memory(self) -> None:
-        for path in SHARED_MEMORY.glob(f"{self.shm_prefix}*"):
-            path.unlink(missing_ok=True)
+    def _drain(self) -> None:
+        """Let the running answers end first: once Triton unloads, nothing gets through to `llm`, no cancel either."""
+        timeout_s = max(self._exit_timeout_s - UNLOAD_S, self._exit_timeout_s / 2)
+        try:
+            with Client(self.grpc_url) as client:
+                client.control(
+                    "drain", admin_token=self._admin_token, timeout_s=timeout_s, timeout=timeout_s + UNLOAD_S / 2
+                )
+        except KvloomClientError as error:
+            log.warning("kvloom: running answers could not be ended before the stop: %s", error)
+
+    def _dismiss_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.dismiss()
 
 
 def check_shared_memory(folder: Path) -> None:
@@ -254,60 +284,3 @@ def check_shared_memory(folder: Path) -> None:
             f"{SHARED_MEMORY_MIB} MiB: delete what ended programs left there, or enlarge it (Docker: --shm-size=256m, "
             f"compose: shm_size, elsewhere: mount -o remount,size=256m {folder})"
         )
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("wb")
-    except OSError as error:
-        raise LaunchError(f"log file {path}: {error.strerror}") from error
-
-
-def _spawn(command: list[str], environment: dict[str, str], log: BinaryIO) -> "subprocess.Popen[bytes]":
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # Ctrl-C in a terminal goes to the launcher only, and everything it started can be killed as one group
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise LaunchError(f"{command[0]}: can't be started: {error.strerror}") from error
-
-
-def _group_alive(group: int) -> bool:
-    """Whether a process of the group still runs; who is dead but not reaped by its parent does not count."""
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return False
-
-
-def _follow(path: Path) -> Callable[[], None]:
-    """Copy what is appended to a file to stderr; returns what ends it."""
-    ended = threading.Event()
-
-    def copy() -> None:
-        with path.open("rb") as log:
-            while True:
-                last = ended.is_set()
-                sys.stderr.write(log.read().decode("utf-8", errors="replace"))
-                sys.stderr.flush()
-                if last:
-                    return
-                ended.wait(POLL_S)
-
-    thread = threading.Thread(target=copy, name="log", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        ended.set()
-        thread.join()
-
-    return end

@@ -3,8 +3,10 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from kvloom.engine import Engine, Stats
 from kvloom.errors import Internal, Unavailable
@@ -14,6 +16,21 @@ log = logging.getLogger(__name__)
 
 Message = Callable[[], None]
 """What the loop's thread does for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How the loop is, told by itself between two steps.
+
+    Attributes:
+        since_step_s: seconds since a step finished or there was nothing to do.
+        failed_steps: how many steps have failed since the last one that finished.
+        draining: no request is taken any more.
+    """
+
+    since_step_s: float
+    failed_steps: int
+    draining: bool
 
 
 class Loop:
@@ -40,6 +57,10 @@ class Loop:
         self.stats = Stats()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
+        # until then a step had finished or there was nothing to do
+        self._moved = time.monotonic()
+        self._drains: list[tuple[float, Callable[[int], None]]] = []
+        self._cut_short = 0
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
         self._thread.start()
@@ -72,6 +93,25 @@ class Loop:
         """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""
         self._inbox.put(lambda: done(self._engine.flush()))
 
+    def ping(self, done: Callable[[Pulse], None]) -> None:
+        """Let the loop's thread tell how it is; it does so between two steps."""
+        self._inbox.put(lambda: done(self._pulse()))
+
+    def drain(self, timeout_s: float, done: Callable[[int], None]) -> None:
+        """Take no new requests any more and let the running ones come to their end.
+
+        Args:
+            timeout_s: answers that are not over by then end with an error; may be infinite.
+            done: gets, as soon as nothing runs or waits, how many those were.
+        """
+        limit = time.monotonic() + timeout_s
+
+        def begin() -> None:
+            self._engine.draining = True
+            self._drains.append((limit, done))
+
+        self._inbox.put(begin)
+
     def post(self, message: Message) -> None:
         """Let the loop's thread run ``message`` between two steps."""
         self._inbox.put(message)
@@ -100,16 +140,22 @@ class Loop:
         checked = True
         while not self._stopping:
             try:
+                if self._drains:
+                    self._continue_drain(engine)
                 if not engine.busy and not checked and self._inbox.empty():
                     checked = True
                     engine.check_invariants()
                 self._handle(wait=not engine.busy)
                 if engine.busy:
                     checked = False
+                    steps = engine.steps
                     engine.step()
+                    if engine.steps != steps:
+                        self._moved = time.monotonic()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
                 engine.fail_all(Internal(f"the engine failed: {error}"))
+                engine.failed_steps += 1
                 # a plan that was not carried out may have listed blocks that nobody computed
                 engine.flush()
             self.stats = engine.stats()
@@ -118,7 +164,24 @@ class Loop:
         """Act on every message there is; with ``wait``, on at least one."""
         try:
             while True:
-                self._inbox.get(block=wait)()
+                message = self._inbox.get(block=wait)
+                if wait:
+                    self._moved = time.monotonic()
                 wait = False
+                message()
         except queue.Empty:
             return
+
+    def _pulse(self) -> Pulse:
+        since = time.monotonic() - self._moved if self._engine.busy else 0.0
+        return Pulse(round(since, 3), self._engine.failed_steps, self._engine.draining)
+
+    def _continue_drain(self, engine: Engine) -> None:
+        if engine.busy and time.monotonic() >= min(limit for limit, _ in self._drains):
+            stats = engine.stats()
+            self._cut_short += stats.running + stats.waiting
+            engine.fail_all(Unavailable("the server is shutting down; the answer was cut short"))
+        if not engine.busy:
+            drains, self._drains = self._drains, []
+            for _, done in drains:
+                done(self._cut_short)

@@ -73,10 +73,14 @@ class ModelRepository:
         for key, value in parameters.items():
             self._config.parameters[key].string_value = value
 
-    def write(self, target: Path) -> None:
-        """Write the repository to ``target``, which must not exist yet."""
+    def write(self, target: Path, **changed: str) -> None:
+        """Write the repository to ``target``, which must not exist yet, with settings ``changed`` for this time."""
+        config = ModelConfig()
+        config.CopyFrom(self._config)
+        for key, value in changed.items():
+            config.parameters[key].string_value = value
         shutil.copytree(self._source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        (target / "llm" / "config.pbtxt").write_text(text_format.MessageToString(self._config), encoding="utf-8")
+        (target / "llm" / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
 def _resolve_model(model: str) -> Path:

@@ -1,12 +1,19 @@
 """The `control` input: acts on conversations and on the server, outside of any answer."""
 
+import dataclasses
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvloom.admin import admits
+from kvloom.errors import InvalidArgument
 from kvloom.serving.fields import Inputs, one
 from kvloom.serving.sampling import json_object, validate
+
+if TYPE_CHECKING:
+    from kvloom.loop import Loop
 
 PING = json.dumps({"op": "ping"})
 
@@ -19,12 +26,16 @@ class Control(BaseModel):
     Attributes:
         op: what to do.
         conversation: to which conversation; the request's own where it is absent.
+        admin_token: for ``drain``: the server's.
+        timeout_s: for ``drain``: seconds that running answers get; as long as they need where it is absent.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    op: Literal["end", "status", "cancel", "ping", "flush"]
+    op: Literal["end", "status", "cancel", "ping", "flush", "drain"]
     conversation: ConversationId | None = None
+    admin_token: str | None = None
+    timeout_s: Annotated[float, Field(ge=0)] | None = None
 
 
 def read_control(inputs: Inputs) -> Control:
@@ -33,7 +44,42 @@ def read_control(inputs: Inputs) -> Control:
     Raises:
         InvalidArgument: naming the key and what it takes.
     """
-    return validate(Control, json_object("control", one(inputs, "control")))
+    control = validate(Control, json_object("control", one(inputs, "control")))
+    for key in ("admin_token", "timeout_s"):
+        if control.op != "drain" and getattr(control, key) is not None:
+            raise InvalidArgument(key, f"is for drain only; {control.op} does not take it")
+    return control
+
+
+def act_on_server(control: Control, loop: "Loop", admin_token: str, reply: Callable[..., None]) -> bool:
+    """Do what concerns no conversation: ping, flush and drain, which the loop answers between steps.
+
+    Args:
+        control: what to do.
+        loop: where.
+        admin_token: the setting of that name.
+        reply: sends the answer, with what it gets by keyword.
+
+    Returns:
+        False, with nothing done, for the other ops.
+
+    Raises:
+        InvalidArgument: drain without the right token.
+    """
+    if control.op == "ping":
+        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)))
+    elif control.op == "flush":
+        loop.flush(lambda blocks: reply(blocks=blocks))
+    elif control.op == "drain":
+        if not admin_token:
+            raise InvalidArgument("admin_token", "drain needs one, and this server's setting admin_token is empty")
+        if not admits(admin_token, control.admin_token or ""):
+            raise InvalidArgument("admin_token", "is not this server's")
+        timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
+        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short))
+    else:
+        return False
+    return True
 
 
 def answer(control: Control, **result: Any) -> str:

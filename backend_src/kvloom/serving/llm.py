@@ -40,7 +40,7 @@ class LlmModel:
         self._outboxes = Outboxes()
         self._watcher = CancelWatcher()
         self._link = Link()
-        self._turns = Turns(self._loop, self._assembly.limits.kv_dtype)
+        self._turns = Turns(self._loop, self._assembly.limits.kv_dtype, settings.admin_token)
         self._metrics = Metrics(self._loop)
 
     def execute(self, requests: list[Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvloom.errors import NotFound
 from kvloom.loop import Loop
 from kvloom.request import Delta, FinishReason, Sequence, Sink
-from kvloom.serving.control import Control, answer
+from kvloom.serving.control import Control, act_on_server, answer
 from kvloom.serving.sender import Sender
 
 Conversation = int | str
@@ -17,10 +17,12 @@ class Turns:
     Args:
         loop: where they run.
         kv_dtype: dtype of the cache, for status.
+        admin_token: the setting.
     """
 
-    def __init__(self, loop: Loop, kv_dtype: str):
+    def __init__(self, loop: Loop, kv_dtype: str, admin_token: str = ""):
         self._loop = loop
+        self._admin_token = admin_token
         self._kv_dtype = kv_dtype
         self._running: dict[Conversation, tuple[Sender, Sequence]] = {}
         self._prune_at = 64
@@ -42,17 +44,13 @@ class Turns:
 
         Raises:
             NotFound: no turn of that conversation is running.
+            InvalidArgument: see ``act_on_server``.
         """
 
         def reply(**result: object) -> None:
             sink(Delta(answer(control, **result), (), FinishReason.STOP))
 
-        # both are answered by the loop between steps
-        if control.op == "ping":
-            self._loop.post(reply)
-            return
-        if control.op == "flush":
-            self._loop.flush(lambda blocks: reply(blocks=blocks))
+        if act_on_server(control, self._loop, self._admin_token, reply):
             return
         conversation = own if control.conversation is None else control.conversation
         sequence = self._find(conversation)

@@ -1,0 +1,112 @@
+"""Asks a server for signs of life, through its doors, as its clients do."""
+
+import http.client
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+PERIOD_S = 1.0
+"""Seconds between two questions; one costs about 2 ms of processor time."""
+
+CANARY = {"input_ids": [0], "max_tokens": 1, "temperature": 0.0}
+
+
+class NoAnswer(Exception):
+    """A question was not answered, or with an error; ``str()`` is why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What the engine said of itself, see ``loop.Pulse``; ``broken`` is why it can't answer at all."""
+
+    since_step_s: float
+    draining: bool
+    broken: str | None
+
+
+class Heartbeat:
+    """Pings the engine through `generate`, so that both models and Triton's HTTP door are on the way.
+
+    A ping is answered between two steps: as long as none is, no step has finished either, whatever it is that hangs.
+    A full queue holds up no ping. Where steps fail, a canary shows whether any can still succeed.
+    """
+
+    def __init__(self, host: str, port: int, stuck_after_s: float):
+        """Nothing is asked yet.
+
+        Args:
+            host: of Triton's HTTP door.
+            port: likewise.
+            stuck_after_s: after so many seconds without a finished step the engine counts as stuck; 0: never.
+        """
+        self._address = (host, port)
+        self._stuck_after_s = stuck_after_s
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvloom-heartbeat")
+        self._asked: Future[Beat] | None = None
+        self._next = 0.0
+        self._silent_since: float | None = None
+        self._beat = Beat(0.0, False, None)
+        self._said = ""
+
+    def look(self) -> str | None:
+        """Take the answer that has come, ask again when it is time; never waits.
+
+        Returns:
+            What is wrong with the engine; None as long as it works.
+        """
+        now = time.monotonic()
+        if self._asked is not None and self._asked.done():
+            try:
+                self._beat, self._silent_since, self._said = self._asked.result(), None, ""
+            except NoAnswer as error:
+                self._said = f"; the last answer to a ping was: {error}"
+            self._asked, self._next = None, now + PERIOD_S
+        if self._asked is None and now >= self._next:
+            self._silent_since = self._silent_since or now
+            self._asked = self._pool.submit(self._ask_for_beat)
+        return self._problem(now)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the engine takes no requests any more because somebody told it so."""
+        return self._beat.draining
+
+    def close(self) -> None:
+        """Ask no more; waits for the question on its way, which a killed server answers by breaking the connection."""
+        self._pool.shutdown()
+
+    def _problem(self, now: float) -> str | None:
+        if self._beat.broken is not None:
+            return f"every step fails: {self._beat.broken}"
+        silent_s = 0.0 if self._silent_since is None else now - self._silent_since
+        limit = self._stuck_after_s
+        if limit and max(silent_s, self._beat.since_step_s) >= limit:
+            return f"no step has finished for {limit:g} s (setting stuck_after_s){self._said}"
+        return None
+
+    def _ask_for_beat(self) -> Beat:
+        said = json.loads(self._ask({"control": json.dumps({"op": "ping"})}))
+        broken = None
+        if said["failed_steps"]:
+            try:
+                self._ask(CANARY)
+            except NoAnswer as error:
+                broken = str(error) if str(error).startswith("INTERNAL") else None
+        return Beat(said["since_step_s"], said["draining"], broken)
+
+    def _ask(self, body: dict[str, Any]) -> str:
+        connection = http.client.HTTPConnection(
+            *self._address, timeout=self._stuck_after_s + 5 if self._stuck_after_s else None
+        )
+        try:
+            connection.request("POST", "/v2/models/generate/generate", json.dumps(body))
+            answer = json.loads(connection.getresponse().read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if "error" in answer:
+            raise NoAnswer(answer["error"])
+        return answer["text_output"]
