@@ -236,7 +236,7 @@ class Turns:
             self.end(conversation_id, lambda: None)
 
     def began_in_triton(self, conversation_id: ConversationId) -> None:
-        """Triton has begun a sequence by a request that begins no conversation: without one it is ended again."""
+        """Triton has a sequence of this id, by a request that begins no conversation: without one it is ended again."""
         if not self._conversations.knows(conversation_id):
             self._triton.end(conversation_id)
 
