@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from server import assert_idle, canary
+from kvloom_client import Client
+from server import assert_idle, canary, metrics
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")
 SPEED = r"first token after \d+ ms, \d+ tokens(, \d+\.\d tokens/s)?"
@@ -118,14 +120,29 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_the_conversation(server, termina
     terminal.wait_for(r"lighthouse\.\r\n.{20}")
     terminal.type("\x03")
     terminal.wait_for(SPEED + ".*> ", within=10)
-    assert_idle(server)
+    assert_idle(server, conversations=True)
     # the story and the question are still known
-    terminal.type("/system Be brief.\n")
-    terminal.wait_for("> ")
     terminal.type("Where does the story take place? Answer in three words.\n")
     answer = terminal.wait_for(SPEED + ".*> ")
     assert "lighthouse" in answer.lower().split("three words.", 1)[1]
     terminal.type("\x04")
+    assert terminal.process.wait(10) == 0
+
+
+def test_a_conversation_that_the_server_has_lost_is_told_again(server, terminal):
+    terminal.type("My name is Ada. Say hello in five words.\n")
+    terminal.wait_for(SPEED + ".*> ")
+    assert metrics(server)["kvloom_conversations"] == 1
+    # the server keeps 1,024 of them: as many others take its place
+    with Client(server.grpc_url) as client, ThreadPoolExecutor(16) as pool:
+        talks = [client.conversation(number) for number in range(1, 1025)]
+        list(pool.map(lambda talk: talk.generate(input_ids=[5], max_tokens=1, timeout=60), talks))
+        list(pool.map(lambda talk: talk.end(), talks))
+    terminal.type("What is my name? One word.\n")
+    answer = terminal.wait_for(SPEED + ".*> ")
+    assert "evicted; telling it again" in answer
+    assert "Ada" in answer.split("telling it again", 1)[1]
+    terminal.type("/quit\n")
     assert terminal.process.wait(10) == 0
 
 

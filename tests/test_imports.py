@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "backend_src" / "kvloom"
 
 BASE = {"kvloom.errors", "kvloom.config", "kvloom.request"}
-PLAIN = {f"kvloom.{name}" for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "scheduler")}
+SUBMODULES = {f"kvloom.{path.stem}" for path in PACKAGE.glob("*.py")}
+PLAIN = {
+    f"kvloom.{name}"
+    for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "residency", "scheduler")
+}
 """The scheduler and what it stands on: no torch, neither directly nor through what they import."""
 
 

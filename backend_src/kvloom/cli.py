@@ -121,7 +121,7 @@ def generate(
     )
     with _talking() as interrupts:
         with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
-            print_answer(client, request, [], interrupts)
+            print_answer(lambda: client.stream(**request), [], interrupts)
         if interrupts.event.is_set():
             raise KeyboardInterrupt
 
