@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from kvloom.kv.codec import LayerCache
 from kvloom.models.spec import ModelSpec, rope_inv_freq
-from kvloom.models.weights import WeightSource
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import Linear, concat_rows, moved, pack_linear, pack_tied_linear, plain, rows_of
+from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_tied_linear, plain, rows_of
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.packed_memory import Allocate, HugePages
@@ -59,6 +59,16 @@ class Batch:
             max_queries=self.max_queries,
             max_length=self.max_length,
         )
+
+
+class WeightSource(Protocol):
+    """Weights by canonical name, each taken once: a dict of them, or one that reads them when they are taken."""
+
+    def pop(self, name: str, /) -> Weight:
+        """Take a weight."""
+
+    def __len__(self) -> int:
+        """Weights that are left."""
 
 
 class _Layer:

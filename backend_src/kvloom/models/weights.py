@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -12,18 +12,7 @@ from kvloom.errors import ModelError
 from kvloom.models.gguf_file import GgufFile
 from kvloom.models.hf_folder import HfFolder
 from kvloom.models.spec import ModelSpec, tensor_shapes
-from kvloom.ops.linear import Weight
 from kvloom.ops.linear_groups import GroupedWeight
-
-
-class WeightSource(Protocol):
-    """Weights by canonical name, each taken once: a dict of them, or one that reads them when they are taken."""
-
-    def pop(self, name: str, /) -> Weight:
-        """Take a weight."""
-
-    def __len__(self) -> int:
-        """Weights that are left."""
 
 
 @dataclass(frozen=True, slots=True)
