@@ -228,12 +228,12 @@ def test_an_automatic_pool_takes_no_more_than_can_be_in_use(spec):
 @pytest.mark.parametrize("free", [1300 * MIB, 1500 * MIB, 2 * GIB, 64 * GIB])
 def test_an_automatic_pool_leaves_the_headroom_and_no_whole_block_more(spec, free, context):
     spec = replace(spec, context_length=context)
-    plan = planned(spec, free, max_running=100_000, max_batch_tokens=512, swap_memory="256MiB")
+    plan = planned(spec, free, max_running=60_000, max_batch_tokens=512, swap_memory="256MiB")
     assert plan.headroom == max(free // 10, LEAST_HEADROOM)
     assert plan.swap == 256 * MIB
     assert plan.left >= plan.headroom
     if plan.blocks < plan.most_running * -(-context // 16):
-        more = planned(spec, free, max_running=100_000, kv_blocks=plan.blocks + 1, swap_memory="256MiB")
+        more = planned(spec, free, max_running=60_000, kv_blocks=plan.blocks + 1, swap_memory="256MiB")
         assert more.left < plan.headroom
 
 
