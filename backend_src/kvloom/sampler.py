@@ -10,7 +10,7 @@ import torch
 from kvloom.errors import Internal, InvalidArgument
 from kvloom.ops.logprobs import token_logprobs
 from kvloom.ops.penalties import add_bias, ban, penalize_counts, penalize_repetition
-from kvloom.ops.sampling import finite, greedy, sample
+from kvloom.ops.sampling import greedy, likeliest, sample
 from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
@@ -58,13 +58,11 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Ex
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
-    fine = finite(logits)
+    tokens, fine = likeliest(logits)
     if not fine.all():
         rows = fine.nonzero()[:, 0].tolist()
         rest = iter(choose(logits[rows], [sequences[row] for row in rows]))
         return [next(rest) if ok else Internal("logits are not finite") for ok in fine.tolist()]
-
-    tokens = greedy(logits)
     stuck: list[int] = []
     rows = [row for row, s in enumerate(sequences) if _drawn(s) or _edited(s)]
     if rows:

@@ -1,10 +1,8 @@
 """Attention over the paged cache."""
 
-from ctypes import c_float, c_int64
-
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 
 
 def paged_attention(
@@ -79,23 +77,23 @@ def _native(
     out = torch.empty_like(q)
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     failed = lib.kvloom_paged_attention(
-        address(q),
+        q.data_ptr(),
         q.dtype is torch.bfloat16,
-        address(k_cache),
-        address(v_cache),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
         k_cache.dtype is torch.bfloat16,
-        address(block_tables),
-        c_int64(block_tables.stride(0)),
-        address(query_starts),
-        address(seq_lens),
-        c_int64(len(seq_lens)),
-        c_int64(q.shape[1]),
-        c_int64(kv_heads),
-        c_int64(head_dim),
-        c_int64(block_size),
-        c_int64(k_cache.stride(0)),
-        c_float(scale),
-        address(out),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        query_starts.data_ptr(),
+        seq_lens.data_ptr(),
+        len(seq_lens),
+        q.shape[1],
+        kv_heads,
+        head_dim,
+        block_size,
+        k_cache.stride(0),
+        scale,
+        out.data_ptr(),
     )
     return None if failed else out
 

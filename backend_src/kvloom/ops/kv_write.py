@@ -1,10 +1,8 @@
 """Rotary position embedding and the write of new keys and values into the paged cache."""
 
-from ctypes import c_int64
-
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 
 
 def rope_kv_write(
@@ -37,21 +35,21 @@ def rope_kv_write(
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
         lib.kvloom_rope_kv_write(
-            address(qkv),
+            qkv.data_ptr(),
             qkv.dtype is torch.bfloat16,
-            address(cos_sin),
-            address(positions),
-            address(slots),
-            address(k_cache),
-            address(v_cache),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
             k_cache.dtype is torch.bfloat16,
-            c_int64(tokens),
-            c_int64(heads),
-            c_int64(kv_heads),
-            c_int64(head_dim),
-            c_int64(block_size),
-            c_int64(k_cache.stride(0)),
-            address(queries),
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            k_cache.stride(0),
+            queries.data_ptr(),
         )
         return queries
     half = head_dim // 2

@@ -1,10 +1,8 @@
 """Residual add and RMS normalization."""
 
-from ctypes import c_float, c_int64
-
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 
 
 def add_rms_norm(
@@ -23,19 +21,19 @@ def add_rms_norm(
     """
     lib = library(residual, weight) if update is None else library(residual, weight, update)
     if lib is not None:
+        rows, width = residual.shape
         total, normed = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
-        scales = weight.float()
         lib.kvloom_add_rms_norm(
-            address(residual),
-            None if update is None else address(update),
+            residual.data_ptr(),
+            None if update is None else update.data_ptr(),
             update is not None and update.dtype is torch.bfloat16,
-            address(scales),
-            c_float(eps),
-            c_int64(residual.shape[0]),
-            c_int64(residual.shape[1]),
-            address(total),
-            address(normed),
-            normed.dtype is torch.bfloat16,
+            weight.data_ptr(),
+            weight.dtype is torch.bfloat16,
+            eps,
+            rows,
+            width,
+            total.data_ptr(),
+            normed.data_ptr(),
         )
         return normed, total
     if update is not None:

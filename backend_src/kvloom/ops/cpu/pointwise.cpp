@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
 
 template <typename U, typename O>
-void add_rms_norm(const float* residual, const U* update, const float* weight, float eps, int64_t rows, int64_t width,
+void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, int64_t rows, int64_t width,
                   float* sum, O* normed) {
 #pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
     for (int64_t r = 0; r < rows; r++) {
@@ -33,7 +33,7 @@ void add_rms_norm(const float* residual, const U* update, const float* weight, f
         const float scale = 1.0f / std::sqrt(squares / width + eps);
         O* out = normed + r * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * weight[i]);
+        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * widen(weight[i]));
     }
 }
 
@@ -98,15 +98,15 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
 
 }  // namespace
 
-extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const float* weight,
-                                    float eps, int64_t rows, int64_t width, float* sum, void* normed,
-                                    int normed_bf16) {
+extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
+                                    int weight_bf16, float eps, int64_t rows, int64_t width, float* sum,
+                                    void* normed) {
 #define CALL(U, O) \
-    add_rms_norm<U, O>(residual, (const U*)update, weight, eps, rows, width, sum, (O*)normed)
+    add_rms_norm<U, O>(residual, (const U*)update, (const O*)weight, eps, rows, width, sum, (O*)normed)
     if (update_bf16)
-        normed_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
+        weight_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
     else
-        normed_bf16 ? CALL(float, bf16) : CALL(float, float);
+        weight_bf16 ? CALL(float, bf16) : CALL(float, float);
 #undef CALL
 }
 
