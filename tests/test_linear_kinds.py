@@ -1,9 +1,6 @@
 """Products with quantized weights, in torch and in C++ with every set of instructions, against float64 at odd sizes."""
 
-import ctypes
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +9,7 @@ from kvloom.fetch import cache_folder
 from kvloom.ops.linear import Weight, concat_rows, pack_linear, pack_tied_linear
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import Int8Weight
-from kvloom.ops.native import SOURCES, find_compiler, stop_using_native, use_native
-
-AVX2 = ("-O1", "-mavx2", "-mfma", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-"""For processors without AVX-512, and this machine runs it too."""
+from kvloom.ops.native import stop_using_native, use_native
 
 SHAPES = [(960, 576), (48, 1536), (7, 33), (33, 6)]
 """[out, in]: multiples of everything, a panel and a half, of nothing at all."""
@@ -24,24 +18,12 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """Of a sum, and of what comes out."""
 
 
-@pytest.fixture(scope="module")
-def avx2(tmp_path_factory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("avx2") / "linear.so"
-    compiler = find_compiler()
-    assert compiler is not None
-    subprocess.run([compiler, *AVX2, *map(str, SOURCES.glob("linear*.cpp")), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
-
-
-@pytest.fixture(params=["torch", "C++", "AVX2"], autouse=True)
-def form(request, monkeypatch) -> Iterator[str]:
+@pytest.fixture(params=["torch", "C++", "C++ for AVX2"], autouse=True)
+def form(request) -> Iterator[str]:
     torch.manual_seed(1)
-    if request.param == "C++":
-        assert use_native(cache_folder("ops")), "there is no compiler"
-    elif request.param == "AVX2":
-        if "avx2" not in Path("/proc/cpuinfo").read_text():
-            pytest.skip("this processor has no AVX2")
-        monkeypatch.setattr("kvloom.ops.native._library", request.getfixturevalue("avx2"))
+    if request.param != "torch":
+        machine = "haswell" if "AVX2" in request.param else "native"
+        assert use_native(cache_folder("ops"), machine), "there is no compiler"
     yield request.param
     stop_using_native()
 

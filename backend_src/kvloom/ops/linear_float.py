@@ -1,11 +1,10 @@
 """Products with fp32 and bf16 weights."""
 
 from collections.abc import Iterable
-from ctypes import c_int64
 
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 BATCH_HINT = 32
@@ -56,12 +55,12 @@ class NativeLinear:
         self._packed = allocate(size).view(weight.dtype)
         weight = weight.contiguous()
         lib.kvloom_linear_pack(
-            address(weight),
+            weight.data_ptr(),
             weight.dtype is torch.bfloat16,
-            c_int64(self._out_features),
-            c_int64(in_features),
-            c_int64(self._in_features),
-            address(self._packed),
+            self._out_features,
+            in_features,
+            self._in_features,
+            self._packed.data_ptr(),
         )
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -72,13 +71,13 @@ class NativeLinear:
         assert x.is_contiguous() and x.dtype is self._packed.dtype
         out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_linear(
-            address(x),
+            x.data_ptr(),
             x.dtype is torch.bfloat16,
-            c_int64(x.shape[0]),
-            c_int64(x.shape[1]),
-            address(self._packed),
-            c_int64(self._out_features),
-            address(out),
+            x.shape[0],
+            x.shape[1],
+            self._packed.data_ptr(),
+            self._out_features,
+            out.data_ptr(),
             out.dtype is torch.bfloat16,
         )
         return out
@@ -87,13 +86,13 @@ class NativeLinear:
         """See ``TiedLinear``."""
         out = torch.empty(ids.shape[0], self._width)
         self._lib.kvloom_linear_rows(
-            address(self._packed),
+            self._packed.data_ptr(),
             self._packed.dtype is torch.bfloat16,
-            address(ids),
-            c_int64(ids.shape[0]),
-            c_int64(self._width),
-            c_int64(self._in_features),
-            address(out),
+            ids.data_ptr(),
+            ids.shape[0],
+            self._width,
+            self._in_features,
+            out.data_ptr(),
         )
         return out
 

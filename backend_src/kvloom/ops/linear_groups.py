@@ -1,13 +1,12 @@
 """Products with weights of 4 or 8 bits in groups of 32 inputs: exact integers, scaled group by group."""
 
 from collections.abc import Sequence
-from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 GROUP = 32
@@ -83,17 +82,17 @@ class NativeGroupedLinear:
         self._bits = weight.bits
         self._out_features, self._width = weight.shape
         self._in_features = weight.values.shape[1]
-        shape = c_int64(self._out_features), c_int64(self._in_features)
+        shape = self._out_features, self._in_features
         self._packed = allocate(grouped_bytes(*weight.shape, weight.bits, lib.kvloom_linear_panel()))
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         minima = None if weight.minima is None else weight.minima.contiguous()
         lib.kvloom_groups_pack(
             weight.bits,
-            address(values),
-            address(scales),
-            None if minima is None else address(minima),
+            values.data_ptr(),
+            scales.data_ptr(),
+            None if minima is None else minima.data_ptr(),
             *shape,
-            address(self._packed),
+            self._packed.data_ptr(),
         )
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -105,13 +104,13 @@ class NativeGroupedLinear:
         out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_groups(
             self._bits,
-            address(x),
+            x.data_ptr(),
             x.dtype is torch.bfloat16,
-            c_int64(x.shape[0]),
-            c_int64(x.shape[1]),
-            address(self._packed),
-            c_int64(self._out_features),
-            address(out),
+            x.shape[0],
+            x.shape[1],
+            self._packed.data_ptr(),
+            self._out_features,
+            out.data_ptr(),
             out.dtype is torch.bfloat16,
         )
         return out
@@ -121,12 +120,12 @@ class NativeGroupedLinear:
         out = torch.empty(ids.shape[0], self._width)
         self._lib.kvloom_groups_rows(
             self._bits,
-            address(self._packed),
-            address(ids),
-            c_int64(ids.shape[0]),
-            c_int64(self._in_features),
-            c_int64(self._width),
-            address(out),
+            self._packed.data_ptr(),
+            ids.data_ptr(),
+            ids.shape[0],
+            self._in_features,
+            self._width,
+            out.data_ptr(),
         )
         return out
 

@@ -1,12 +1,11 @@
 """Products of INT8 activations with INT8 weights: a scale per token, one per output."""
 
 from collections.abc import Sequence
-from ctypes import c_int64
 from dataclasses import dataclass
 
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.native import library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 MOST = 127
@@ -56,11 +55,11 @@ class NativeInt8Linear:
         self._lib = lib
         self._out_features, self._width = weight.shape
         self._in_features = -(-self._width // 4) * 4
-        shape = c_int64(self._out_features), c_int64(self._in_features)
+        shape = self._out_features, self._in_features
         self._packed = allocate(int8_bytes(*weight.shape, lib.kvloom_linear_panel()))
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         lib.kvloom_int8_pack(
-            address(values), address(scales), shape[0], c_int64(self._width), shape[1], address(self._packed)
+            values.data_ptr(), scales.data_ptr(), shape[0], self._width, shape[1], self._packed.data_ptr()
         )
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -69,14 +68,14 @@ class NativeInt8Linear:
         assert x.is_contiguous() and library(x) is not None
         out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_int8(
-            address(x),
+            x.data_ptr(),
             x.dtype is torch.bfloat16,
-            c_int64(x.shape[0]),
-            c_int64(self._width),
-            c_int64(self._in_features),
-            address(self._packed),
-            c_int64(self._out_features),
-            address(out),
+            x.shape[0],
+            self._width,
+            self._in_features,
+            self._packed.data_ptr(),
+            self._out_features,
+            out.data_ptr(),
             out.dtype is torch.bfloat16,
         )
         return out

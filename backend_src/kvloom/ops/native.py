@@ -25,6 +25,14 @@ _ARGUMENTS = {
     "kvloom_silu_mul": (_P, _B, _N, _N, _P),
     "kvloom_rope_kv_write": (_P, _B, _P, _P, _P, _P, _P, _B, _N, _N, _N, _N, _N, _N, _P),
     "kvloom_paged_attention": (_P, _B, _P, _P, _B, _P, _N, _P, _P, _N, _N, _N, _N, _N, _N, _F, _P),
+    "kvloom_linear": (_P, _B, _N, _N, _P, _N, _P, _B),
+    "kvloom_linear_pack": (_P, _B, _N, _N, _N, _P),
+    "kvloom_linear_rows": (_P, _B, _P, _N, _N, _N, _P),
+    "kvloom_groups": (_B, _P, _B, _N, _N, _P, _N, _P, _B),
+    "kvloom_groups_pack": (_B, _P, _P, _P, _N, _N, _P),
+    "kvloom_groups_rows": (_B, _P, _P, _N, _N, _N, _P),
+    "kvloom_int8": (_P, _B, _N, _N, _N, _P, _N, _P, _B),
+    "kvloom_int8_pack": (_P, _P, _N, _N, _N, _P),
     "kvloom_likeliest": (_P, _N, _N, _P, _P),
 }
 """What the functions take; where it is declared, a call takes plain numbers, and half the time."""
@@ -91,11 +99,6 @@ def library(*tensors: torch.Tensor) -> ctypes.CDLL | None:
         if not tensor.is_cpu or tensor.dtype not in _FLOATS:
             return None
     return _library
-
-
-def address(tensor: torch.Tensor) -> ctypes.c_void_p:
-    """Where a tensor's first element is."""
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def _identity(compiler: str, machine: str) -> str:
