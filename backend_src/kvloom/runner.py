@@ -57,4 +57,6 @@ def build_batch(slices: list[Slice], block_size: int) -> Batch:
         seq_lens=torch.from_numpy(ends),
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.from_numpy(starts[1:][[piece.samples for piece in slices]].astype(np.int64) - 1),
+        max_queries=int(counts.max()),
+        max_length=int(ends.max()),
     )

@@ -25,6 +25,8 @@ class Batch:
         seq_lens: int32 [B], tokens of each sequence up to and with this step's.
         block_tables: int32 [B, M], padded with 0.
         logit_rows: int64 [R], the rows of T whose logits are wanted.
+        max_queries: most tokens of one sequence in this step; known without asking the device.
+        max_length: the longest of ``seq_lens``.
     """
 
     tokens: torch.Tensor
@@ -34,6 +36,8 @@ class Batch:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    max_queries: int
+    max_length: int
 
 
 class _Layer:
@@ -83,7 +87,17 @@ class Decoder:
             hidden, residual = add_rms_norm(residual, update, layer.attention_norm, eps)
             qkv = layer.qkv(hidden)
             q = rope_kv_write(qkv, self._cos_sin, batch.positions, batch.slots, k_cache, v_cache)
-            mixed = paged_attention(q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, scale)
+            mixed = paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_tables,
+                batch.query_starts,
+                batch.seq_lens,
+                scale,
+                max_queries=batch.max_queries,
+                max_length=batch.max_length,
+            )
             update = layer.attention_out(mixed.view(mixed.shape[0], -1))
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
             update = layer.down(silu_mul(layer.gate_up(hidden)))

@@ -47,7 +47,6 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
         const Q* row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float* cosines = cos_sin + positions[t] * dim;
         const float* sines = cosines + half;
-        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
         for (int64_t h = 0; h < heads; h++) {
             const Q* in = row + h * dim;
             Q* out = q_out + (t * heads + h) * dim;
@@ -58,6 +57,8 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
                 narrow(out + half + i, b * cosines[i] + a * sines[i]);
             }
         }
+        if (slots[t] < 0) continue;
+        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
         for (int64_t h = 0; h < kv_heads; h++) {
             const Q* key = row + (heads + h) * dim;
             const Q* value = row + (heads + kv_heads + h) * dim;
