@@ -107,59 +107,21 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
         assert torch.equal(alone, together[starts[row] : starts[row + 1]]), "an answer depends on its neighbours"
 
 
-class Paged:
-    """Sequences of random keys and values in blocks, scattered over memory that is NaN elsewhere."""
-
-    def __init__(self, lengths, kv_heads, head_dim, block_size, dtype):
-        self.lengths, self.dtype = lengths, dtype
-        blocks_of = [-(-length // block_size) for length in lengths]
-        free = torch.randperm(sum(blocks_of) + 2).tolist()
-        self.cache = torch.full((2, len(free), kv_heads, block_size, head_dim), math.nan, dtype=dtype)
-        self.tables = torch.full((len(lengths), max(blocks_of) + 1), 999_999, dtype=torch.int32)
-        self.contents = []
-        for row, (length, blocks) in enumerate(zip(lengths, blocks_of, strict=True)):
-            table = [free.pop() for _ in range(blocks)]
-            self.tables[row, :blocks] = torch.tensor(table)
-            content = torch.randn(2, length, kv_heads, head_dim).to(dtype)
-            self.contents.append(content)
-            whole = torch.full((2, blocks * block_size, kv_heads, head_dim), math.nan, dtype=dtype)
-            whole[:, :length] = content
-            self.cache[:, table] = whole.unflatten(1, (blocks, block_size)).transpose(2, 3)
-
-    def attend(self, queries, rows, ends):
-        """``queries``: [count, heads, head_dim] of each of the sequences ``rows``, the last ones before ``ends``."""
-        starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
-        lengths = torch.tensor(ends, dtype=torch.int32)
-        k, v = self.cache
-        return paged_attention(torch.cat(queries), k, v, self.tables[rows], starts, lengths, k.shape[-1] ** -0.5)
-
-    def expected(self, q, row, end):
-        k, v = self.contents[row][:, :end].double()
-        return attend(q.double(), k, v, k.shape[-1] ** -0.5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+def test_attention_of_every_shape(dtype, head_dim):
+    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding
+    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 75), (100, 33), (9, 9), (0, 2)]
+    for group, kv_heads, block_size in [(1, 2, 8), (2, 1, 64), (3, 3, 16), (5, 1, 24), (7, 1, 8), (8, 1, 32)]:
+        batch = paged_batch(shapes, group * kv_heads, kv_heads, head_dim, block_size, dtype)
+        close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
-def test_attention_of_every_shape(dtype, head_dim, form):
-    if form == "torch":
-        pytest.skip("it reads the rest of a block, which is zeroed before it is used")
-    for group, kv_heads, block_size in [(1, 2, 8), (2, 1, 64), (3, 3, 16), (5, 1, 24), (7, 1, 8), (8, 1, 32)]:
-        # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, a prompt of several
-        ends, counts = [1, 63, 65, 128, 130, 140, 100, 9], [1, 1, 1, 1, 1, 75, 33, 9]
-        paged = Paged(ends, kv_heads, head_dim, block_size, dtype)
-        queries = [torch.randn(count, group * kv_heads, head_dim).to(dtype) for count in counts]
-        together = paged.attend(queries, list(range(len(ends))), ends).split(counts)
-        for row, (q, end) in enumerate(zip(queries, ends, strict=True)):
-            close(together[row], paged.expected(q, row, end), dtype)
-
-
-@pytest.mark.parametrize("query_dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", DTYPES)
-def test_attention_to_a_cache_of_another_dtype(query_dtype, cache_dtype):
-    paged = Paged([150], 2, 64, 32, cache_dtype)
-    paged.cache.nan_to_num_()
-    q = torch.randn(40, 4, 64).to(query_dtype)
-    close(paged.attend([q], [0], [150]), paged.expected(q, 0, 150), query_dtype)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_attention_to_a_cache_of_another_dtype(dtype, kv_dtype):
+    batch = paged_batch([(150, 40), (70, 1)], 4, 2, 64, 32, dtype, kv_dtype)
+    close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,26 +129,31 @@ def test_attention_is_the_same_however_it_is_divided(dtype, form):
     """Bit for bit: among threads, into chunks, and beside whatever neighbours."""
     if form == "torch":
         pytest.skip("torch's products round by their sizes")
-    heads, kv_heads, head_dim = 6, 2, 64
-    lengths = [1200, 40, 700]
-    paged = Paged(lengths, kv_heads, head_dim, 32, dtype)
-    q = torch.randn(lengths[0], heads, head_dim).to(dtype)
+    batch = paged_batch([(640, 640), (40, 33), (300, 1)], 4, 2, 64, 32, dtype)
+    long, *neighbours = batch.q.split(batch.query_starts.diff().tolist())
+
+    def attend_to(queries: list[torch.Tensor], rows: list[int], ends: list[int]) -> torch.Tensor:
+        starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
+        most = {"max_queries": max(map(len, queries)), "max_length": max(ends)}
+        caches, tables = (batch.k_cache, batch.v_cache), batch.block_tables[rows]
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        return paged_attention(torch.cat(queries), *caches, tables, starts, lengths, batch.scale, **most)
+
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = paged.attend([q], [0], [lengths[0]])
-        close(whole[-3:], paged.expected(q[-3:], 0, lengths[0]), dtype)
-        for count in (1, 2, 8):
+        whole = attend_to([long], [0], [640])
+        for count in (1, 2, 3):
             torch.set_num_threads(count)
             # few long tasks are divided among threads, many are not
-            assert torch.equal(paged.attend([q[-1:]], [0], [lengths[0]])[0], whole[-1])
-            assert torch.equal(paged.attend([q[-50:]], [0], [lengths[0]]), whole[-50:])
-            assert torch.equal(paged.attend([q[300:333]], [0], [333]), whole[300:333])
-            neighbours = [torch.randn(n, heads, head_dim).to(dtype) for n in (33, 1)]
-            beside = paged.attend([neighbours[0], q[-1:], neighbours[1]], [1, 0, 2], [40, lengths[0], 700])
+            assert torch.equal(attend_to([long[-1:]], [0], [640])[0], whole[-1])
+            assert torch.equal(attend_to([long[-50:]], [0], [640]), whole[-50:])
+            assert torch.equal(attend_to([long[300:333]], [0], [333]), whole[300:333])
+            beside = attend_to([neighbours[0], long[-1:], neighbours[1]], [1, 0, 2], [40, 640, 300])
             assert torch.equal(beside[33], whole[-1])
     finally:
         torch.set_num_threads(threads)
+    close(whole[::100], attention_in_float64(batch)[0][:640:100], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,10 +162,9 @@ def test_attention_to_large_scores(dtype):
 
     A score of 3,000 is rounded to a thousandth or so in fp32, and its weight with it.
     """
-    paged = Paged([300], 1, 64, 32, dtype)
-    paged.cache.nan_to_num_()
-    q = (torch.randn(5, 2, 64) * 300).to(dtype)
-    close(paged.attend([q], [0], [300]), paged.expected(q, 0, 300), torch.bfloat16)
+    batch = paged_batch([(300, 5)], 2, 1, 64, 32, dtype)
+    batch.q.mul_(300)
+    close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

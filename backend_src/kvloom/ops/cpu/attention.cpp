@@ -178,7 +178,8 @@ private:
     void finish(const Task& task, const State& state) const {
         for (int r = 0; r < rows(task); r++) {
             const int64_t place = row(task, r / group_) + r % group_ * D;
-            const float scale = 1.0f / state.totals[r];
+            // a sequence of no tokens is padding
+            const float scale = state.totals[r] > 0 ? 1.0f / state.totals[r] : 0.0f;
             if (q_.are_bf16)
                 copy(state.sums + r * D, scale, 1, (bf16*)q_.out + place);
             else
