@@ -13,6 +13,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import kernel_rows, pack_linear
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
+from paged_batch import attention_in_float64, paged_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -104,6 +105,28 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 9, "sinks": 2},
+        {"window": 60, "sinks": 20},
+        {"soft_cap": 0.5},
+        {"soft_cap": 30.0, "window": 7},
+    ],
+)
+def test_attention_with_windows_caps_and_mass(dtype, options):
+    batch = paged_batch([(70, 1), (37, 5), (33, 33), (5, 0), (129, 1), (64, 32)], 6, 2, 32, 16, dtype)
+    expected, expected_mass = attention_in_float64(batch, **options)
+    out = torch.full_like(batch.q, math.nan)
+    mass = torch.full((len(batch.seq_lens), 2, batch.block_tables.shape[1]), math.nan)
+    assert paged_attention(*batch.arguments, **batch.most, **options, mass=mass, out=out) is out
+    close(out, expected, dtype)
+    close(mass, expected_mass, torch.float32)
+    close(paged_attention(*batch.arguments, **batch.most, **options), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_kv_write(dtype):
     heads, kv_heads, head_dim, block_size, tokens = 6, 2, 20, 4, 7
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
@@ -126,6 +149,13 @@ def test_rope_kv_write(dtype):
         written = v_cache[slot // block_size, :, slot % block_size]
         assert torch.equal(written, qkv.view(tokens, -1, head_dim)[token, heads + kv_heads :])
     assert int(k_cache[:, 0, :, 0].isnan().logical_not().sum()) == tokens, "slots that belong to nobody were written"
+    # padding: queries as ever, and nothing written
+    before = k_cache.clone()
+    out = torch.full_like(q, math.nan)
+    padding = torch.full_like(slots, -1)
+    assert rope_kv_write(qkv, cos_sin, positions, padding, k_cache, v_cache, out) is out
+    assert torch.equal(out, q)
+    assert torch.equal(before.nan_to_num(7.0), k_cache.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,12 +1,17 @@
 """What every file here needs: triton's interpreter, right about bfloat16, and ops that launch Triton kernels."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvloom.ops.gpu import use_triton_everywhere
+
+# helpers that the tests outside use too
+sys.path.append(str(Path(__file__).parent.parent))
 
 
 def pytest_configure() -> None:

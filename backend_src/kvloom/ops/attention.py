@@ -24,6 +24,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     mass: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of prefill chunks and decodes, each against its own blocks.
 
@@ -46,7 +47,9 @@ def paged_attention(
         soft_cap: where it is not 0, scores s become soft_cap * tanh(s / soft_cap) (Gemma 2, 2024).
         mass: fp32 [B, kv_heads, M], overwritten: the probability that each page got, summed over the sequence's queries
             of this step and the heads of the group; 0 for pages that no query sees (what H2O accumulates).
-        out: where to put the result.
+        out: where to put the result, contiguous.
+        workspace: fp32, what the GPU's kernels pass on, for callers that allocate nothing in a step: at least
+            ``ops.gpu.decode_attention.decode_workspace`` numbers.
 
     Returns:
         [T, heads, head_dim] in q's dtype.
@@ -70,6 +73,7 @@ def paged_attention(
             sinks=sinks,
             soft_cap=soft_cap,
             mass=mass,
+            workspace=workspace,
         )
         return out
     plain = not window and not soft_cap and mass is None

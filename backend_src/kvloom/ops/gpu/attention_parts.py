@@ -23,6 +23,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def architecture() -> int | str | None:
+    """What kernels are compiled for: 90 for Hopper, "gfx942" and the like for AMD; None where they are interpreted."""
+    if triton.knobs.runtime.interpret:
+        return None
+    return triton.runtime.driver.active.get_current_target().arch
+
+
 def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
     """``inner`` and ``outer`` of ``scores_of``: what scores are multiplied by, so that softmax is a power of two."""
     if soft_cap:
@@ -64,6 +71,21 @@ def tile_at(step, sink_tiles, window_tile, WINDOWED: tl.constexpr):
     return tile
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How products of fp32 are computed: as fp32, not in TF32."""
-    return "ieee"
+@triton.jit
+def load_rows(cache, at, inside, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [rows, WIDTH] that begin at ``at``.
+
+    Rows that are not ``inside`` are not read: another sequence may have left anything there, and NaN times 0 is NaN.
+    Masks that do nothing are left out, since they take registers and instructions.
+    """
+    column = tl.arange(0, WIDTH)
+    pointers = cache + at[:, None] + column[None, :]
+    if HEAD_DIM == WIDTH and MASKED:
+        rows = tl.load(pointers, mask=inside[:, None], other=0.0)
+    elif HEAD_DIM == WIDTH:
+        rows = tl.load(pointers)
+    elif MASKED:
+        rows = tl.load(pointers, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
+    return rows

@@ -10,20 +10,18 @@ import triton.language as tl
 
 from kvloom.ops.gpu.attention_parts import (
     TYPES,
+    load_rows,
     multiprocessors,
-    precision,
     score_factors,
     scores_of,
     tile_at,
     tiles_seen,
 )
+from kvloom.ops.gpu.decode_splits import split_count
+from kvloom.ops.gpu.page_mass import decode_mass
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-LEAST_TOKENS = 256
-"""Of a split: with fewer, writing and joining the parts costs more than it gains."""
-MOST_TOKENS = 4096
-"""Of a split: a longest sequence among short ones is then no program that the others wait for."""
-MOST_SPLITS = 128
+PART_TOKENS = 128
+"""Least tokens of a part: short sequences use fewer splits than there are."""
 
 
 @triton.jit(do_not_specialize=["pages", "window", "sinks"])
@@ -56,8 +54,8 @@ def _decode_split(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    PART_TILES: tl.constexpr,
     COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     WITH_MASS: tl.constexpr,
@@ -69,7 +67,7 @@ def _decode_split(
         return
     length = tl.load(seq_lens + sequence)
     tiles, sink_tiles, window_tile = tiles_seen(length - 1, length - 1, window, sinks, TILE, WINDOWED)
-    each = tl.cdiv(tiles, SPLITS)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), PART_TILES)
     first_step = split * each
     last_step = tl.minimum(first_step + each, tiles)
 
@@ -92,11 +90,9 @@ def _decode_split(
         inside = key < length
         block = tl.load(block_tables + sequence * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
         at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
-        # rows past the end are not read: another sequence may have left anything there, and NaN times 0 is NaN
-        read = inside[:, None] & in_head[None, :]
-        keys = tl.load(k_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
-        values = tl.load(v_cache + at[:, None] + column[None, :], mask=read, other=0.0).to(COMPUTE)
-        scores = scores_of(tl.dot(query, tl.trans(keys), input_precision=PRECISION), inner, outer, CAPPED)
+        keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
+        values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
+        scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
         seen = inside
         if WINDOWED:
             seen = seen & ((key < sinks) | (key >= length - window))
@@ -107,7 +103,7 @@ def _decode_split(
         shrink = tl.exp2(largest - larger)
         total = total * shrink + tl.sum(shares, 1)
         mixed = mixed * shrink[:, None]
-        mixed = tl.dot(shares.to(COMPUTE), values, acc=mixed, input_precision=PRECISION)
+        mixed = tl.dot(shares.to(COMPUTE), values, acc=mixed, input_precision="ieee")
         largest = larger
         if WITH_MASS:
             units: tl.constexpr = TILE // UNIT
@@ -164,49 +160,6 @@ def _join_splits(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_head)
 
 
-@triton.jit(do_not_specialize=["pages", "window", "sinks"])
-def _page_mass(
-    sums,
-    unit_sums,
-    query_starts,
-    seq_lens,
-    mass,
-    pages,
-    window,
-    sinks,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    count = tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence)
-    if count > 1:
-        return
-    length = tl.load(seq_lens + sequence) * count
-    page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
-    unit = page[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
-    UNIT: tl.constexpr = BLOCK_SIZE // UNITS
-    seen = unit * UNIT < length
-    if WINDOWED:
-        seen = seen & ((unit * UNIT < sinks) | ((unit + 1) * UNIT > length - window))
-    got = tl.zeros([PAGES], tl.float32)
-    for member in tl.static_range(GROUP):
-        head = sequence * KV_HEADS * GROUP + kv_head * GROUP + member
-        sum_of = tl.load(sums + head * SPLITS + tl.arange(0, SPLITS))
-        largest = tl.max(sum_of, 0)
-        largest = tl.where(largest > float("-inf"), largest, 0.0)
-        total = largest + tl.log2(tl.sum(tl.exp2(sum_of - largest), 0))
-        at = head.to(tl.int64) * (pages * UNITS) + unit
-        unit_sum = tl.load(unit_sums + at, mask=seen, other=float("-inf"))
-        got += tl.sum(tl.where(seen, tl.exp2(unit_sum - total), 0.0), 1)
-    to = (sequence * KV_HEADS + kv_head).to(tl.int64) * pages + page
-    tl.store(mass + to, got, mask=page < pages)
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -230,9 +183,20 @@ def decode_attention(
     Rows of ``mass`` are written for sequences with at most one query.
 
     Args:
-        q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale, max_length, window, sinks, soft_cap, mass, out:
-            as of ``paged_attention``.
-        workspace: fp32, at least ``decode_workspace`` numbers, for what the kernels pass on; allocated where it is None.
+        q: as of ``paged_attention``, and so are the others.
+        k_cache: [blocks, kv_heads, block_size, head_dim].
+        v_cache: like ``k_cache``.
+        block_tables: int32 [B, M].
+        query_starts: int32 [B + 1].
+        seq_lens: int32 [B].
+        scale: factor on the scores.
+        out: [T, heads, head_dim], written.
+        max_length: at least the longest sequence.
+        window: 0 or how many keys a query sees.
+        sinks: first keys that a window never hides.
+        soft_cap: 0 or the cap of scores.
+        mass: fp32 [B, kv_heads, M].
+        workspace: fp32, at least ``decode_workspace`` numbers, for what the kernels pass on; None allocates it.
         splits: parts that a sequence's keys are divided into, a power of two; chosen by ``split_count`` where None.
     """
     batch, pages = block_tables.shape
@@ -281,8 +245,8 @@ def decode_attention(
         TILE=tile,
         UNIT=unit,
         SPLITS=splits,
+        PART_TILES=max(1, PART_TOKENS // tile),
         COMPUTE=TYPES[compute],
-        PRECISION=precision(compute),
         WINDOWED=window > 0,
         CAPPED=soft_cap > 0,
         WITH_MASS=mass is not None,
@@ -303,26 +267,8 @@ def decode_attention(
             num_warps=8 if splits * columns > 4096 else 4,
         )
     if mass is not None:
-        units = block_size // unit
-        pages_each = max(1, 64 // units)
-        _page_mass[batch, kv_heads, triton.cdiv(pages, pages_each)](
-            sums,
-            unit_sums,
-            query_starts,
-            seq_lens,
-            mass,
-            pages,
-            window,
-            sinks,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            BLOCK_SIZE=block_size,
-            UNITS=units,
-            PAGES=pages_each,
-            SPLITS=splits,
-            WINDOWED=window > 0,
-            num_warps=2,
-        )
+        options = {"group": group, "block_size": block_size, "unit": unit, "splits": splits}
+        decode_mass(sums, unit_sums, query_starts, seq_lens, mass, window, sinks, **options)
 
 
 def decode_workspace(
@@ -347,21 +293,14 @@ def decode_workspace(
     return sum(_numbers(batch, heads, head_dim, splits, 0))
 
 
-def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
-    """Parts that the keys of each sequence are divided into: a power of two.
-
-    Enough programs for the whole machine, and no part so long that all wait for it, but none that is too short to pay.
-    It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
-    """
-    length = triton.next_power_of_2(max(max_length, 1))
-    wanted = max(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (batch * kv_heads), length // MOST_TOKENS, 1)
-    return max(1, min(triton.next_power_of_2(wanted), length // LEAST_TOKENS, MOST_SPLITS))
-
-
 def _sizes(width: int, compute: torch.dtype) -> tuple[int, int, int]:
-    """Keys of a tile, warps and stages of its pipeline: what is in flight per program is about 64 KiB."""
-    tile = min(128, 8192 // width)
-    return (tile if compute.itemsize == 2 else max(16, tile // 2)), 4, 2
+    """Keys of a tile, warps, and stages of the pipeline.
+
+    The largest that spill no registers; products of fp32 have no matrix instruction that computes in fp32.
+    """
+    if compute is torch.float32:
+        return 16, 4, 2
+    return min(128, 8192 // width), 4, 2
 
 
 def _numbers(batch: int, heads: int, head_dim: int, splits: int, units: int) -> list[int]:
