@@ -174,7 +174,7 @@ def _one_attention(
 
 
 def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    device, vocab, count = sizes.device, sizes.vocab, 48
+    device, vocab, count = sizes.device, sizes.vocab, sizes.sampled
     rng = random.Random(torch.initial_seed())
     logits = 4 * torch.randn(count, vocab, device=device)
     logits[0, vocab // 2] = torch.nan
