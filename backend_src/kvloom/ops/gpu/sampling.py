@@ -167,7 +167,7 @@ def _choose(
         GROUPS=triton.next_power_of_2(tiles * (TILE // GROUP)),
         PER_TILE=TILE // GROUP,
         SAMPLED=params is not None,
-        num_warps=8 if params is not None else 1,
+        num_warps=16 if params is not None else 1,
     )
     if params is not None:
         assert uniform is not None
