@@ -69,7 +69,7 @@ def check(rows: list[Row]) -> None:
 
 
 def test_every_kernel_of_a_model_on_hopper():
-    rows = audit(launches.works((LLAMA_8B,)), ["sm_90"])
+    rows = audit([*launches.works((LLAMA_8B,)), *launches.products()], ["sm_90"])
     check(rows)
     names = {row.kernel for row in rows}
     assert set(LIMITS) <= names, "a kernel has limits and is not launched"
@@ -85,4 +85,4 @@ def test_decode_on_every_target():
 
 @pytest.mark.full
 def test_every_kernel_at_every_shape_on_every_target():
-    check(audit(launches.works()))
+    check(audit([*launches.works(), *launches.products()]))

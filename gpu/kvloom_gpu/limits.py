@@ -33,6 +33,7 @@ LIMITS = {
     # kernel                       reads the cache or weights   issue slots        matrix instructions
     "_decode_split": Limits(streams=True, issue_util=0.30, mma=_ANY_MMA),
     "_prefill": Limits(streams=True, mma=_HOPPER_MMA),
+    "quantized_product": Limits(streams=True, mma=_ANY_MMA),
 }
 """By the kernel's name; whoever is not listed has only the limits that hold for all."""
 
