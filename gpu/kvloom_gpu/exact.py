@@ -14,7 +14,7 @@ from kvloom.ops.attention import paged_attention
 from kvloom.ops.gpu.copy import copy_blocks
 from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import NOT_FINITE, pick
@@ -93,7 +93,9 @@ def _quantized(sizes: Sizes, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     ints = torch.randint(-128, 128, (out_features, in_features), device=device, dtype=torch.int8)
     scale = torch.rand(out_features, device=device) / 50
     fours = torch.randint(0, 16, ints.shape, device=device, dtype=torch.uint8)
-    products = {"int8": (Int8Linear(ints, scale), ints.double() * scale.double()[:, None])}
+    products: dict[str, tuple[Linear, torch.Tensor]] = {
+        "int8": (Int8Linear(ints, scale), ints.double() * scale.double()[:, None])
+    }
     for group in (32, 128):
         scales, zeros = torch.rand(2, out_features, -(-in_features // group), device=device)
         column = torch.arange(in_features, device=device) // group
