@@ -10,7 +10,7 @@ from kvloom_gpu.launches import Work
 from kvloom_gpu.limits import LIMITS, Limits
 
 LLAMA_8B = next(shape for shape in launches.SHAPES if shape.name == "D128 G4")
-STREAMING = {"_row_sums": Limits(streams=True, issue_util=0.5)}
+STREAMING = {"_row_sums": Limits(wide=0.75, issue_util=0.5)}
 
 
 def judged(work, target: str = "sm_90", limits=STREAMING) -> Row:
