@@ -20,7 +20,7 @@ def main(
     report: Annotated[Path, typer.Option(help="Where the rows go.", metavar="FILE")] = REPORT,
 ) -> None:
     """Compile every kernel at every shape for every target and hold it against its limits."""
-    rows = audit(launches.works(), target or list(TARGETS))
+    rows = audit([*launches.works(), *launches.products()], target or list(TARGETS))
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps({"meta": meta(), "rows": [row.values() for row in rows]}, indent=1))
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -10,7 +10,7 @@ from kvloom_gpu.launches import Work
 from kvloom_gpu.limits import LIMITS, Limits
 
 LLAMA_8B = next(shape for shape in launches.SHAPES if shape.name == "D128 G4")
-STREAMING = {"_row_sums": Limits(streams=True, issue_util=0.5)}
+STREAMING = {"_row_sums": Limits(wide=0.75, issue_util=0.5)}
 
 
 def judged(work, target: str = "sm_90", limits=STREAMING) -> Row:
@@ -69,7 +69,7 @@ def check(rows: list[Row]) -> None:
 
 
 def test_every_kernel_of_a_model_on_hopper():
-    rows = audit(launches.works((LLAMA_8B,)), ["sm_90"])
+    rows = audit([*launches.works((LLAMA_8B,)), *launches.products()], ["sm_90"])
     check(rows)
     names = {row.kernel for row in rows}
     assert set(LIMITS) <= names, "a kernel has limits and is not launched"
@@ -85,4 +85,4 @@ def test_decode_on_every_target():
 
 @pytest.mark.full
 def test_every_kernel_at_every_shape_on_every_target():
-    check(audit(launches.works()))
+    check(audit([*launches.works(), *launches.products()]))

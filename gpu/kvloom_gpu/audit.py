@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvloom_gpu.compiling import TARGETS, compiled
 from kvloom_gpu.launches import Work, triton_everywhere
-from kvloom_gpu.limits import LEAST_WIDE, LIMITS, NO_LIMITS, SHARED_LIMIT, Limits
+from kvloom_gpu.limits import LIMITS, NO_LIMITS, SHARED_LIMIT, Limits
 from kvloom_gpu.machine_code import MachineCode, read
 
 
@@ -97,7 +97,7 @@ def faults(code: MachineCode, target: str, limits: Limits) -> list[str]:
     # on AMD, direct-to-LDS and buffer loads of a wave are counted otherwise: compiled, spills and memory are judged
     if target.startswith("gfx"):
         return found
-    if limits.streams and code.wide_share < LEAST_WIDE:
+    if limits.wide is not None and code.wide_share < limits.wide:
         found.append(f"loads: {code.wide_share:.0%} of the main loop's bytes are 128 bits wide")
     if limits.issue_util is not None and not (code.issue_util or 9.99) <= limits.issue_util:
         found.append(f"issue slots: {code.issue_util or 9.99:.0%} of them, {limits.issue_util:.0%} are allowed")

@@ -12,8 +12,9 @@ from kvloom.kv.transfer import copy_blocks as move_blocks
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.gpu.copy import copy_blocks
+from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import NOT_FINITE, pick
@@ -35,6 +36,7 @@ def rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
             yield from _pointwise(sizes, shape, dtype)
             yield from _rope(sizes, shape, dtype)
             yield from _attention(sizes, shape, dtype)
+        yield from _quantized(sizes, dtype)
     yield from _sampling(sizes)
     yield from _blocks(sizes)
 
@@ -83,6 +85,27 @@ def _pointwise(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[
     matrix = torch.randn(shape.intermediate, shape.hidden, device=device).to(dtype)
     product = pack_linear(matrix)(normed, torch.float32)
     yield _row("product", name, product, normed.double() @ matrix.double().T)
+
+
+def _quantized(sizes: Sizes, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Products with weights of 8 and 4 bits, at a shape that fills no block."""
+    device, out_features, in_features = sizes.device, 3 * sizes.chunk + 2, sizes.long + 2 * BLOCK_SIZE
+    ints = torch.randint(-128, 128, (out_features, in_features), device=device, dtype=torch.int8)
+    scale = torch.rand(out_features, device=device) / 50
+    fours = torch.randint(0, 16, ints.shape, device=device, dtype=torch.uint8)
+    products: dict[str, tuple[Linear, torch.Tensor]] = {
+        "int8": (Int8Linear(ints, scale), ints.double() * scale.double()[:, None])
+    }
+    for group in (32, 128):
+        scales, zeros = torch.rand(2, out_features, -(-in_features // group), device=device)
+        column = torch.arange(in_features, device=device) // group
+        weight = (fours.double() - 15 * zeros.double()[:, column]) * scales.double()[:, column]
+        products[f"int4 by {group}"] = Int4Linear(fours, scales, 15 * zeros), weight
+    for name, (product, weight) in products.items():
+        for rows in (1, 19, 70):
+            x = torch.randn(rows, in_features, device=device).to(dtype)
+            poison(device)
+            yield _row(f"product, {name}", f"{rows} rows, {dtype}", product(x), x.double() @ weight.T)
 
 
 def _rope(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
@@ -174,7 +197,7 @@ def _one_attention(
 
 
 def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    device, vocab, count = sizes.device, sizes.vocab, 48
+    device, vocab, count = sizes.device, sizes.vocab, sizes.sampled
     rng = random.Random(torch.initial_seed())
     logits = 4 * torch.randn(count, vocab, device=device)
     logits[0, vocab // 2] = torch.nan

@@ -20,6 +20,7 @@ class Sizes:
         special: those of them whose attention is also checked with a window and with a soft cap.
         long: longest sequence in a correctness check.
         chunk: tokens of the longest prefill chunk in one.
+        sampled: rows of the sampler's checks.
         vocab: of the sampler's checks and of the timed model.
         copy_bytes: of the copy whose bandwidth is the measure.
         model: the timed model.
@@ -39,6 +40,7 @@ class Sizes:
     special: tuple[Shape, ...]
     long: int
     chunk: int
+    sampled: int
     vocab: int
     copy_bytes: int
     model: Shape
@@ -62,6 +64,7 @@ def h200(device: torch.device) -> Sizes:
         special=SHAPES[3:4],
         long=8192,
         chunk=512,
+        sampled=64,
         vocab=128_256,
         copy_bytes=4 << 30,
         model=LLAMA_8B,
@@ -85,6 +88,7 @@ def dry() -> Sizes:
         special=(DRY,),
         long=70,
         chunk=20,
+        sampled=12,
         vocab=300,
         copy_bytes=1 << 20,
         model=Shape(4, 2, 16, 64, 96),

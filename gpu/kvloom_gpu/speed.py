@@ -1,6 +1,7 @@
 """Speed of single kernels: as a share of the bandwidth that a copy reaches, beside torch's own on the same shapes."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvloom.kv.codec import LayerCache
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
+from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
 from kvloom.ops.kv_write import rope_kv_write
+from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.sampling import pick
 from kvloom.step_buffers import Draws
@@ -32,6 +35,7 @@ def rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str, Any
         yield _prefill(sizes, clock, dtype, chunk, before)
     for count in sorted({count for count, _ in sizes.decodes}):
         yield from _small(sizes, clock, bandwidth, dtype, count)
+        yield from _products(sizes, clock, bandwidth, dtype, count)
 
 
 def _layers(sizes: Sizes, dtype: torch.dtype, tokens: int) -> tuple[list[LayerCache], int]:
@@ -177,6 +181,36 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
         yield {
             "kernel": name,
             "shape": f"{shape.name}, {count} rows",
+            "us": seconds * 1e6,
+            "gb_s": moved / seconds / 1e9,
+            "share_of_copy": moved / seconds / bandwidth,
+        }
+
+
+def _products(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
+    """The largest product of a layer, with weights as they are and of 8 and 4 bits; several weights, for the cache."""
+    device, width = sizes.device, sizes.model.hidden
+    out_features = 2 * sizes.model.intermediate
+    x = torch.randn(count, width, device=device).to(dtype)
+
+    def plain() -> Linear:
+        return pack_linear(torch.randn(out_features, width, device=device).to(dtype))
+
+    def int8() -> Linear:
+        weight = torch.randint(-128, 128, (out_features, width), device=device, dtype=torch.int8)
+        return Int8Linear(weight, torch.rand(out_features, device=device))
+
+    def int4() -> Linear:
+        weight = torch.randint(16, (out_features, width), device=device, dtype=torch.uint8)
+        return Int4Linear(weight, torch.rand(out_features, -(-width // 128), device=device).half())
+
+    for name, make, bits in (("plain", plain, 8 * dtype.itemsize), ("int8", int8, 8), ("int4", int4, 4)):
+        moved = out_features * width * bits // 8
+        products = [make() for _ in range(-(-COLD_BYTES // moved) if device.type == "cuda" else 1)]
+        seconds = clock.seconds([partial(product, x) for product in products])
+        yield {
+            "kernel": f"product, {name}",
+            "shape": f"{out_features} x {width}, {count} rows",
             "us": seconds * 1e6,
             "gb_s": moved / seconds / 1e9,
             "share_of_copy": moved / seconds / bandwidth,
