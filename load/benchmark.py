@@ -55,9 +55,10 @@ def run(
     spec = GgufFile(default_model()).spec
     record = Record(REPORTS / f"{name}.samples.jsonl", {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}, resume)
     begin = datetime.now(UTC)
-    machine = floors.measure(1 if quick else 10)
+    machine = floors.measure(1 if quick else 20)
     with Progress(console=Console(stderr=True)) as progress:
         Measurement(scale, rounds, record, PromptSource.default(), progress).run(chosen, in_turns)
+    after = floors.measure(1 if quick else 20)
     rows = results.rows(chosen, record, scale, machine, spec) + results.floor_rows(chosen, scale, machine, spec)
     meta = {
         "date": begin.isoformat(timespec="seconds"),
@@ -67,12 +68,14 @@ def run(
         "scale": asdict(scale),
         "model": default_model().name,
         "floors": asdict(machine),
+        "unsteady": floors.unsteady(machine, after),
         "variants": [_about(variant) for variant in chosen],
         "versions": record.versions,
         "serving_cost": results.serving_cost(rows, DOORS),
     }
     _write(folder, name, meta, rows)
     tables.show(rows, tables.console())
+    tables.warn(meta["unsteady"], tables.console())
     print(f"results: {folder / name}.json, .md, .svg")
 
 
@@ -108,10 +111,12 @@ def profile(
         "prompt_tokens": profile_step.PROMPT,
         "new_tokens": profile_step.NEW,
         "floors": asdict(machine),
+        "unsteady": floors.unsteady(machine, floors.measure()),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
     tables.show_profile(rows, tables.console())
+    tables.warn(meta["unsteady"], tables.console())
 
 
 def _named(variant: Variant, beginnings: list[str] | None) -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from bench import setup_peers, tables
 from bench.cases import FULL, QUICK, Case, cases, figure, rounds
 from bench.drivers import Driver, EngineFailed
-from bench.floors import Floors, Machine
+from bench.floors import Floors, Machine, unsteady
 from bench.peers import Environment
 from bench.prompts import BEGINNING, PromptSource
 from bench.record import Record, RecordError
@@ -125,6 +126,12 @@ def test_floors_are_those_of_the_default_model(spec):
         better = (lambda a, b: a < b) if case.unit == "ms" else (lambda a, b: a > b)
         assert better(faster.of(case, FULL), floors.of(case, FULL)), case
         assert math.isfinite(floors.of(case, FULL))
+
+
+def test_a_machine_that_changed_meanwhile_is_told():
+    assert unsteady(MACHINE, replace(MACHINE, bytes_per_s=25e9)) == []
+    (busy,) = unsteady(MACHINE, replace(MACHINE, bytes_per_s=12e9))
+    assert busy == "memory: 26.0 before, 12.0 after (10^9/s)"
 
 
 def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):

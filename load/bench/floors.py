@@ -67,7 +67,22 @@ class Machine:
     operations: dict[str, float]
 
 
-def measure(repeats: int = 10) -> Machine:
+UNSTEADY = 0.15
+"""Share by which a quiet machine's rates do not change."""
+
+
+def unsteady(before: Machine, after: Machine) -> list[str]:
+    """What changed by more than ``UNSTEADY`` between two measurements: distrust what was measured between."""
+    pairs = {"memory": (before.bytes_per_s, after.bytes_per_s)}
+    pairs |= {name: (rate, after.operations[name]) for name, rate in before.operations.items()}
+    return [
+        f"{name}: {one / 1e9:,.1f} before, {other / 1e9:,.1f} after (10^9/s)"
+        for name, (one, other) in pairs.items()
+        if abs(one - other) > UNSTEADY * max(one, other)
+    ]
+
+
+def measure(repeats: int = 20) -> Machine:
     """Measure the machine: a few seconds on all cores, in a process of its own.
 
     OpenMP keeps workers for every thread that ever computed: an engine in this process would share the cores with them.
@@ -78,7 +93,8 @@ def measure(repeats: int = 10) -> Machine:
 
 
 def _measure(repeats: int) -> Machine:
-    numbers = torch.ones(READ_BYTES // 4)
+    # no two pages alike: a virtual machine's host may keep equal ones once
+    numbers = torch.arange(READ_BYTES // 4, dtype=torch.float32)
     operations = 2 * SIDE**3
     products: dict[str, Callable[[], object]] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -93,14 +109,14 @@ def _measure(repeats: int) -> Machine:
 
 
 def _least(what: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest repetition, after one that does not count."""
-    seconds = [math.inf]
-    for repeat in range(repeats + 1):
+    """Seconds of a fast repetition, slower than a quarter of them: the very fastest may be the clock's doing."""
+    what()
+    seconds = []
+    for _ in range(repeats):
         begin = time.perf_counter()
         what()
-        if repeat:
-            seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[repeats // 4]
 
 
 class Floors:

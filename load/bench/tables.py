@@ -77,6 +77,12 @@ def show_profile(made: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
+def warn(unsteady: Sequence[str], console: Console) -> None:
+    """Say that the machine was not the same before and after."""
+    for what in unsteady:
+        console.print(f"the machine was busy with something else, distrust these figures: {what}", markup=False)
+
+
 def console() -> Console:
     """Of the terminal; into a file or a pipe, lines may be long."""
     terminal = Console()
