@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvloom_client import Client
-from server import assert_idle, canary, metrics
+from kvloom.interrupts import Interrupts
+from kvloom.terminal import Chat
+from server import assert_idle, canary
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")
 SPEED = r"first token after \d+ ms, \d+ tokens(, \d+\.\d tokens/s)?"
@@ -129,21 +129,29 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_the_conversation(server, termina
     assert terminal.process.wait(10) == 0
 
 
-def test_a_conversation_that_the_server_has_lost_is_told_again(server, terminal):
-    terminal.type("My name is Ada. Say hello in five words.\n")
-    terminal.wait_for(SPEED + ".*> ")
-    assert metrics(server)["kvloom_conversations"] == 1
-    # the server keeps 1,024 of them: as many others take its place
-    with Client(server.grpc_url) as client, ThreadPoolExecutor(16) as pool:
-        talks = [client.conversation(number) for number in range(1, 1025)]
-        list(pool.map(lambda talk: talk.generate(input_ids=[5], max_tokens=1, timeout=60), talks))
-        list(pool.map(lambda talk: talk.end(), talks))
-    terminal.type("What is my name? One word.\n")
-    answer = terminal.wait_for(SPEED + ".*> ")
-    assert "evicted; telling it again" in answer
-    assert "Ada" in answer.split("telling it again", 1)[1]
-    terminal.type("/quit\n")
-    assert terminal.process.wait(10) == 0
+def test_a_conversation_that_the_server_has_lost_is_told_again(server, client, monkeypatch, capsys):
+    lines = iter([FRANCE, "And of Germany?"])
+    with Interrupts() as interrupts:
+        chat = Chat(client, {"temperature": 0.0, "max_tokens": 12}, interrupts)
+
+        def type_next(prompt: str) -> str:
+            if chat._history:
+                client.control("end", chat._conversation.id)
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", type_next)
+        monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 - closed with the test
+        chat.run()
+    captured = capsys.readouterr()
+    assert "telling it again" in captured.err
+    first, second = captured.out.splitlines()
+    messages = [{"role": "user", "content": FRANCE}, {"role": "assistant", "content": first}]
+    messages += [{"role": "user", "content": "And of Germany?"}]
+    assert client.generate(messages=messages, temperature=0.0, max_tokens=12).text == second
+    assert_idle(server)
 
 
 def test_ctrl_c_at_the_prompt_leaves(terminal):

@@ -1,6 +1,7 @@
 """What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens, copies."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -18,24 +19,22 @@ VOCABULARIES = (32_000, 49_152, 128_256, 151_936, 262_144)
 def op_launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Each one's shape in words, and what launches it on the CPU's tensors."""
     for hidden in (576, 2048, 4096, 8192):
-        yield f"norm {hidden}", lambda hidden=hidden: _norm(hidden)
+        yield f"norm {hidden}", partial(_norm, hidden)
     for intermediate in (1536, 14_336):
-        yield f"silu {intermediate}", lambda width=intermediate: silu_mul(_bf16(4, 2 * width))
+        yield f"silu {intermediate}", partial(silu_mul, _bf16(4, 2 * intermediate))
     for vocab in VOCABULARIES:
-        yield f"pick {vocab}", lambda vocab=vocab: _pick(vocab)
+        yield f"pick {vocab}", partial(_pick, vocab)
     yield "greedy 128256", lambda: greedy(torch.empty(4, 128_256))
     yield "copy 2 MiB", _copy
     for in_features, out_features in ((4096, 4096), (14_336, 4096), (576, 1536)):
         for rows in (1, 32, 64, 512):
             shape = f"{in_features} to {out_features}, {rows} rows"
-            yield f"int8 {shape}", lambda n=out_features, k=in_features, rows=rows: _int8(n, k, rows)
+            yield f"int8 {shape}", partial(_int8, out_features, in_features, rows)
             for group in (32, 128):
                 for zero in (False, True):
                     yield (
                         f"int4 by {group}{' with zeros' if zero else ''} {shape}",
-                        lambda n=out_features, k=in_features, rows=rows, group=group, zero=zero: _int4(
-                            n, k, rows, group, zero
-                        ),
+                        partial(_int4, out_features, in_features, rows, group, zero),
                     )
 
 
@@ -53,7 +52,8 @@ def _norm(hidden: int) -> None:
 def _pick(vocab: int) -> None:
     rows = torch.empty(4)
     wide = rows.double()
-    edits = Edits(torch.zeros(64, dtype=torch.int64), *torch.empty(3, 64, dtype=torch.float64), torch.empty(64).bool())
+    changes = torch.empty(64, dtype=torch.float64)
+    edits = Edits(torch.zeros(64, dtype=torch.int64), changes, changes, changes, torch.empty(64).bool())
     pick(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
 
 
