@@ -42,24 +42,18 @@ class Variant:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-KVLOOM_WEIGHTS = ("bf16",)
-"""kvloom's own variants: what the setting ``weights`` is."""
+_IN_PROCESS = {"bf16": "bf16", "int4": "q4_1", "int8": "int8", "w8a8": "w8a8"}
+"""kvloom's settings of ``weights``, and their precisions. The default file's 4-bit groups are Q4_1's."""
 
-DOORS = {
-    f"kvloom {weights} {door}": f"kvloom {weights} in-process"
-    for weights in KVLOOM_WEIGHTS
-    for door in ("gRPC", "HTTP")
-}
+_DOORS = {"gRPC": "kvloom_grpc", "HTTP": "kvloom_http"}
+
+DOORS = {f"kvloom bf16 {door}": "kvloom bf16 in-process" for door in _DOORS}
 """The engine alone, by the name of the same engine behind one of Triton's doors."""
 
 
-def _kvloom(weights: str) -> list[Variant]:
+def _kvloom(weights: str, door: str, engine: str) -> Variant:
     settings = {"weights": weights, "kv_memory": f"{KV_GIB}GiB"}
-    drivers = {"in-process": "kvloom_inprocess", "gRPC": "kvloom_grpc", "HTTP": "kvloom_http"}
-    return [
-        Variant(f"kvloom {weights} {door}", engine, weights, default_model(), settings)
-        for door, engine in drivers.items()
-    ]
+    return Variant(f"kvloom {weights} {door}", engine, _IN_PROCESS[weights], default_model(), settings)
 
 
 def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
@@ -74,7 +68,8 @@ def variants() -> list[Variant]:
     openvino, llamacpp = Environment("openvino").folder, Environment("llamacpp").folder
     exact = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     return [
-        *(variant for weights in KVLOOM_WEIGHTS for variant in _kvloom(weights)),
+        *(_kvloom(weights, "in-process", "kvloom_inprocess") for weights in _IN_PROCESS),
+        *(_kvloom("bf16", door, engine) for door, engine in _DOORS.items()),
         Variant(
             "transformers bf16",
             "transformers",
