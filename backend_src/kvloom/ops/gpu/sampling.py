@@ -276,5 +276,9 @@ def pick(
         saved = edit(logits, edits)
         choice = choose(logits, params, uniform, raw)
         restore(logits, edits, saved)
-    logprobs = logits.gather(1, choice.tokens[:, None])[:, 0] - choice.normalizers
-    return torch.where(choice.states == FINE, choice.tokens, -choice.states), logprobs
+    logprobs = torch.empty_like(choice.normalizers)
+    if len(logprobs):
+        kernels.finish[(len(logprobs),)](
+            logits, logits.stride(0), choice.states, choice.normalizers, choice.tokens, logprobs, num_warps=1
+        )
+    return choice.tokens, logprobs

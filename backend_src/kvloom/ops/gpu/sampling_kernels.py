@@ -293,3 +293,13 @@ def draw(
             else:
                 token = _draw_from_row(u, k, p, whole, scores, vocab, peak, heat, floor, TILE)
         tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def finish(logits, stride, states, normalizers, tokens, logprobs):
+    """A row's log probability of its token under the raw logits; less than 0 in the token's place if it has none."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    state = tl.load(states + row)
+    tl.store(logprobs + row, tl.load(logits + row * stride + token) - tl.load(normalizers + row))
+    tl.store(tokens + row, tl.where(state == FINE, token, -state.to(tl.int64)))
