@@ -14,6 +14,7 @@ from kvloom.ops.gpu.attention_parts import (
     multiprocessors,
     score_factors,
     scores_of,
+    sees,
     tile_at,
     tiles_seen,
 )
@@ -93,9 +94,7 @@ def _decode_split(
         keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
-        seen = inside
-        if WINDOWED:
-            seen = seen & ((key < sinks) | (key >= length - window))
+        seen = sees(length - 1, key, window, sinks, WINDOWED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # every tile has a key that is seen, so that this is a number
         larger = tl.maximum(largest, tl.max(scores, 1))

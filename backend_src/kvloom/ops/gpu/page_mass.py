@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvloom.ops.gpu.attention_parts import load_rows, scores_of
+from kvloom.ops.gpu.attention_parts import load_rows, scores_of, sees
 
 
 @triton.jit(do_not_specialize=["pages", "window", "sinks"])
@@ -112,15 +112,13 @@ def _prefill_mass(
         ):
             number = first + row // GROUP
             used = (row < QUERIES * GROUP) & (number < count)
-            position = before + number
             head_row = (start + number).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
             kept = used[:, None] & in_head[None, :]
             query = tl.load(q + head_row[:, None] * HEAD_DIM + column[None, :], mask=kept, other=0.0).to(COMPUTE)
             sum_of = tl.load(sums + head_row, mask=used, other=0.0)
             scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
-            seen = used[:, None] & inside[None, :] & (key[None, :] <= position[:, None])
-            if WINDOWED:
-                seen = seen & ((key[None, :] < sinks) | (key[None, :] > position[:, None] - window))
+            # rows that are no query see nothing
+            seen = sees(tl.where(used, before + number, -1)[:, None], key[None, :], window, sinks, WINDOWED)
             of_key += tl.sum(tl.where(seen, tl.exp2(scores - sum_of[:, None]), 0.0), 0)
         got += tl.sum(tl.reshape(of_key, [PAGES, TILE // PAGES]), 1)
     page = span * PAGES + tl.arange(0, PAGES)

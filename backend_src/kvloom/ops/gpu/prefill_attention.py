@@ -14,6 +14,7 @@ from kvloom.ops.gpu.attention_parts import (
     load_rows,
     score_factors,
     scores_of,
+    sees,
     tile_at,
     tiles_seen,
 )
@@ -77,10 +78,8 @@ def _add_tile(
     scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
     if MASKED:
         # a query is itself inside, and so is all that it may see
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        if WINDOWED:
-            seen = (key < sinks)[None, :] | (key[None, :] > (position - window)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+        seen = sees(position[:, None], key[None, :], window, sinks, WINDOWED)
+        scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
     base = larger
     if WINDOWED:
