@@ -55,7 +55,8 @@ def _norm(hidden: int) -> None:
 def _pick(vocab: int) -> None:
     rows = torch.empty(4)
     wide = rows.double()
-    edits = Edits(torch.zeros(64, dtype=torch.int64), *torch.empty(3, 64, dtype=torch.float64), torch.empty(64).bool())
+    bias, repetition, subtracted = torch.empty(3, 64, dtype=torch.float64)
+    edits = Edits(torch.zeros(64, dtype=torch.int64), bias, repetition, subtracted, torch.empty(64).bool())
     pick(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
 
 
