@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvloom_gpu import launches
 from kvloom_gpu.audit import audit, meta, print_table
 from kvloom_gpu.compiling import TARGETS
+from kvloom_gpu.launches import works
+from kvloom_gpu.op_launches import op_works
 
 REPORT = Path("build/reports/kernel-audit.json")
 
@@ -20,7 +21,7 @@ def main(
     report: Annotated[Path, typer.Option(help="Where the rows go.", metavar="FILE")] = REPORT,
 ) -> None:
     """Compile every kernel at every shape for every target and hold it against its limits."""
-    rows = audit([*launches.works(), *launches.products()], target or list(TARGETS))
+    rows = audit([*works(), *op_works()], target or list(TARGETS))
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps({"meta": meta(), "rows": [row.values() for row in rows]}, indent=1))
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -15,7 +15,6 @@ from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom.ops.gpu import use_triton_everywhere
-from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
 from kvloom.step_buffers import Draws
 
 CPU = torch.device("cpu")
@@ -91,20 +90,6 @@ def works(shapes: tuple[Shape, ...] = SHAPES, dtype: torch.dtype = torch.bfloat1
         for name, counts in (("prefill", [CHUNK]), ("mixed", [CHUNK - 3, 1, 1, 1])):
             found.append(Work(f"{shape.name} {name}", partial(_run, step, counts)))
     return found
-
-
-def products() -> list[Work]:
-    """Products with weights of 8 and 4 bits, for 1, 32 and 64 rows; the weight is Llama 3.1 8B's attention output."""
-    wide = 4096
-    int8 = Int8Linear(torch.zeros(wide, wide, dtype=torch.int8), torch.ones(wide))
-    weight = torch.zeros(wide, wide, dtype=torch.uint8)
-    int4 = {group: Int4Linear(weight, torch.ones(wide, wide // group)) for group in (32, 128)}
-    kinds = {"int8": int8, **{f"int4 by {group}": linear for group, linear in int4.items()}}
-    return [
-        Work(f"{name}, {rows} rows", partial(linear, torch.zeros(rows, wide, dtype=torch.bfloat16)))
-        for name, linear in kinds.items()
-        for rows in (1, 32, 64)
-    ]
 
 
 @contextmanager

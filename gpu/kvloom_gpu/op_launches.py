@@ -1,6 +1,6 @@
 """What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens, copies."""
 
-from collections.abc import Callable, Iterator
+import itertools
 from functools import partial
 
 import torch
@@ -11,35 +11,38 @@ from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import greedy, pick
+from kvloom_gpu.launches import Work
 
 VOCABULARIES = (32_000, 49_152, 128_256, 151_936, 262_144)
 """Llama 2, SmolLM2, Llama 3, Qwen 3, Gemma 3."""
 
 
-def op_launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each one's shape in words, and what launches it on the CPU's tensors."""
-    for hidden in (576, 2048, 4096, 8192):
-        yield f"norm {hidden}", partial(_norm, hidden)
-    for intermediate in (1536, 14_336):
-        yield f"silu {intermediate}", partial(silu_mul, _bf16(4, 2 * intermediate))
-    for vocab in VOCABULARIES:
-        yield f"pick {vocab}", partial(_pick, vocab)
-    yield "greedy 128256", lambda: greedy(torch.empty(4, 128_256))
-    yield "copy 2 MiB", _copy
+def op_works() -> list[Work]:
+    """Norms, activations, sampling, copies, products."""
+    works = [Work(f"norm {hidden}", partial(_norm, hidden)) for hidden in (576, 2048, 4096, 8192)]
+    works += [Work(f"silu {width}", partial(_silu, width)) for width in (1536, 14_336)]
+    works += [Work(f"pick {vocab}", partial(_pick, vocab)) for vocab in VOCABULARIES]
+    works += [Work("greedy 128256", _greedy), Work("copy 2 MiB", _copy)]
     for in_features, out_features in ((4096, 4096), (14_336, 4096), (576, 1536)):
         for rows in (1, 32, 64, 512):
             shape = f"{in_features} to {out_features}, {rows} rows"
-            yield f"int8 {shape}", partial(_int8, out_features, in_features, rows)
-            for group in (32, 128):
-                for zero in (False, True):
-                    yield (
-                        f"int4 by {group}{' with zeros' if zero else ''} {shape}",
-                        partial(_int4, out_features, in_features, rows, group, zero),
-                    )
+            works.append(Work(f"int8 {shape}", partial(_int8, out_features, in_features, rows)))
+            for group, zero in itertools.product((32, 128), (False, True)):
+                name = f"int4 by {group}{' with zeros' if zero else ''} {shape}"
+                works.append(Work(name, partial(_int4, out_features, in_features, rows, group, zero)))
+    return works
 
 
 def _bf16(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def _silu(width: int) -> None:
+    silu_mul(_bf16(4, 2 * width))
+
+
+def _greedy() -> None:
+    greedy(torch.empty(4, 128_256))
 
 
 def _norm(hidden: int) -> None:
@@ -52,8 +55,8 @@ def _norm(hidden: int) -> None:
 def _pick(vocab: int) -> None:
     rows = torch.empty(4)
     wide = rows.double()
-    changes = torch.empty(64, dtype=torch.float64)
-    edits = Edits(torch.zeros(64, dtype=torch.int64), changes, changes, changes, torch.empty(64).bool())
+    bias, repetition, subtracted = torch.empty(3, 64, dtype=torch.float64)
+    edits = Edits(torch.zeros(64, dtype=torch.int64), bias, repetition, subtracted, torch.empty(64).bool())
     pick(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
 
 
