@@ -89,3 +89,12 @@ def load_rows(cache, at, inside, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MA
     else:
         rows = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
     return rows
+
+
+@triton.jit
+def sees(position, key, window, sinks, WINDOWED: tl.constexpr):
+    """Whether queries at ``position`` see ``key``; by one comparison, since on AMD each takes scalar registers."""
+    if WINDOWED:
+        within = tl.maximum(sinks - key, key - (position - window))
+        return tl.minimum(within, position + 1 - key) > 0
+    return key <= position

@@ -14,18 +14,13 @@ from kvloom.ops.gpu.attention_parts import (
     multiprocessors,
     score_factors,
     scores_of,
+    sees,
     tile_at,
     tiles_seen,
 )
+from kvloom.ops.gpu.decode_splits import split_count
+from kvloom.ops.gpu.page_mass import decode_mass
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-LEAST_TOKENS = 256
-"""Of a split: with fewer, writing and joining the parts costs more than it gains."""
-MOST_TOKENS = 4096
-"""Of a split: a longest sequence among short ones is then no program that the others wait for."""
-MOST_PROGRAMS_PER_MULTIPROCESSOR = 64
-"""A limit to ``MOST_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
-MOST_SPLITS = 128
 PART_TOKENS = 128
 """Least tokens of a part: short sequences use fewer splits than there are."""
 
@@ -99,9 +94,7 @@ def _decode_split(
         keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
         scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
-        seen = inside
-        if WINDOWED:
-            seen = seen & ((key < sinks) | (key >= length - window))
+        seen = sees(length - 1, key, window, sinks, WINDOWED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # every tile has a key that is seen, so that this is a number
         larger = tl.maximum(largest, tl.max(scores, 1))
@@ -164,49 +157,6 @@ def _join_splits(
     result = tl.sum(mixed * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     place = (start.to(tl.int64) * HEADS + head) * HEAD_DIM + column
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_head)
-
-
-@triton.jit(do_not_specialize=["pages", "window", "sinks"])
-def _page_mass(
-    sums,
-    unit_sums,
-    query_starts,
-    seq_lens,
-    mass,
-    pages,
-    window,
-    sinks,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    count = tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence)
-    if count > 1:
-        return
-    length = tl.load(seq_lens + sequence) * count
-    page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
-    unit = page[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
-    UNIT: tl.constexpr = BLOCK_SIZE // UNITS
-    seen = unit * UNIT < length
-    if WINDOWED:
-        seen = seen & ((unit * UNIT < sinks) | ((unit + 1) * UNIT > length - window))
-    got = tl.zeros([PAGES], tl.float32)
-    for member in tl.static_range(GROUP):
-        head = sequence * KV_HEADS * GROUP + kv_head * GROUP + member
-        sum_of = tl.load(sums + head * SPLITS + tl.arange(0, SPLITS))
-        largest = tl.max(sum_of, 0)
-        largest = tl.where(largest > float("-inf"), largest, 0.0)
-        total = largest + tl.log2(tl.sum(tl.exp2(sum_of - largest), 0))
-        at = head.to(tl.int64) * (pages * UNITS) + unit
-        unit_sum = tl.load(unit_sums + at, mask=seen, other=float("-inf"))
-        got += tl.sum(tl.where(seen, tl.exp2(unit_sum - total), 0.0), 1)
-    to = (sequence * KV_HEADS + kv_head).to(tl.int64) * pages + page
-    tl.store(mass + to, got, mask=page < pages)
 
 
 def decode_attention(
@@ -316,26 +266,8 @@ def decode_attention(
             num_warps=8 if splits * columns > 4096 else 4,
         )
     if mass is not None:
-        units = block_size // unit
-        pages_each = max(1, 64 // units)
-        _page_mass[batch, kv_heads, triton.cdiv(pages, pages_each)](
-            sums,
-            unit_sums,
-            query_starts,
-            seq_lens,
-            mass,
-            pages,
-            window,
-            sinks,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            BLOCK_SIZE=block_size,
-            UNITS=units,
-            PAGES=pages_each,
-            SPLITS=splits,
-            WINDOWED=window > 0,
-            num_warps=2,
-        )
+        options = {"group": group, "block_size": block_size, "unit": unit, "splits": splits}
+        decode_mass(sums, unit_sums, query_starts, seq_lens, mass, window, sinks, **options)
 
 
 def decode_workspace(
@@ -358,20 +290,6 @@ def decode_workspace(
     """
     splits = split_count(batch, kv_heads, max_length, multiprocessors(device))
     return sum(_numbers(batch, heads, head_dim, splits, 0))
-
-
-def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
-    """Parts that the keys of each sequence are divided into: a power of two.
-
-    Enough programs for the whole machine, and no part so long that all wait for it, but none that is too short to pay.
-    It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
-    """
-    length = triton.next_power_of_2(max(max_length, 1))
-    pairs = batch * kv_heads
-    busy = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs
-    short = min(length // MOST_TOKENS, MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
-    wanted = triton.next_power_of_2(max(busy, short, 1))
-    return max(1, min(wanted, length // LEAST_TOKENS, MOST_SPLITS))
 
 
 def _sizes(width: int, compute: torch.dtype) -> tuple[int, int, int]:

@@ -100,6 +100,7 @@ def rope_kv_write(
     if not tokens:
         return
     half = head_dim // 2
+    half_width = triton.next_power_of_2(half)
     _rope_kv_write[tokens, triton.cdiv(heads + 2 * kv_heads, HEADS_EACH)](
         qkv,
         cos_sin,
@@ -111,12 +112,13 @@ def rope_kv_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=half,
-        HALF_WIDTH=triton.next_power_of_2(half),
+        HALF_WIDTH=half_width,
         BLOCK_SIZE=block_size,
         BLOCK_STRIDE=k_cache.stride(0),
         HEAD_STRIDE=k_cache.stride(1),
         TOKEN_STRIDE=k_cache.stride(2),
         HEADS_EACH=HEADS_EACH,
         FORMAT="plain",
-        num_warps=2,
+        # 8 numbers for each thread, which is 128 bits in bf16
+        num_warps=max(1, half_width * HEADS_EACH // 256),
     )

@@ -14,9 +14,11 @@ from kvloom.ops.gpu.attention_parts import (
     load_rows,
     score_factors,
     scores_of,
+    sees,
     tile_at,
     tiles_seen,
 )
+from kvloom.ops.gpu.page_mass import prefill_mass
 
 
 @triton.jit
@@ -76,10 +78,8 @@ def _add_tile(
     scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
     if MASKED:
         # a query is itself inside, and so is all that it may see
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        if WINDOWED:
-            seen = (key < sinks)[None, :] | (key[None, :] > (position - window)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+        seen = sees(position[:, None], key[None, :], window, sinks, WINDOWED)
+        scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
     base = larger
     if WINDOWED:
@@ -180,78 +180,6 @@ def _prefill(
         tl.store(sums + head_row, tl.where(some, largest + tl.log2(divisor), 0.0), mask=used)
 
 
-@triton.jit(do_not_specialize=["pages", "window", "sinks"])
-def _prefill_mass(
-    q,
-    k_cache,
-    block_tables,
-    query_starts,
-    seq_lens,
-    sums,
-    mass,
-    table_stride,
-    pages,
-    inner,
-    outer,
-    window,
-    sinks,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """A program sums the probability that the keys of one or more whole pages got from all queries of the step."""
-    span, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_starts + sequence)
-    count = tl.load(query_starts + sequence + 1) - start
-    if count < 2:
-        return
-    length = tl.load(seq_lens + sequence)
-    before = length - count
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    in_head = column < HEAD_DIM
-    PAGES: tl.constexpr = max(1, TILE // BLOCK_SIZE)
-    TILES: tl.constexpr = max(1, BLOCK_SIZE // TILE)
-    got = tl.zeros([PAGES], tl.float32)
-    for part in tl.range(0, TILES):
-        key = (span * TILES + part) * TILE + tl.arange(0, TILE)
-        inside = key < length
-        block = tl.load(block_tables + sequence * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
-        at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
-        keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, True).to(COMPUTE)
-        of_key = tl.zeros([TILE], tl.float32)
-        # queries before the tile see none of it
-        for first in tl.range(
-            tl.maximum((span * TILES + part) * TILE - before, 0) // QUERIES * QUERIES, count, QUERIES
-        ):
-            number = first + row // GROUP
-            used = (row < QUERIES * GROUP) & (number < count)
-            position = before + number
-            head_row = (start + number).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
-            kept = used[:, None] & in_head[None, :]
-            query = tl.load(q + head_row[:, None] * HEAD_DIM + column[None, :], mask=kept, other=0.0).to(COMPUTE)
-            sum_of = tl.load(sums + head_row, mask=used, other=0.0)
-            scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
-            seen = used[:, None] & inside[None, :] & (key[None, :] <= position[:, None])
-            if WINDOWED:
-                seen = seen & ((key[None, :] < sinks) | (key[None, :] > position[:, None] - window))
-            of_key += tl.sum(tl.where(seen, tl.exp2(scores - sum_of[:, None]), 0.0), 0)
-        got += tl.sum(tl.reshape(of_key, [PAGES, TILE // PAGES]), 1)
-    page = span * PAGES + tl.arange(0, PAGES)
-    tl.store(mass + (sequence * KV_HEADS + kv_head).to(tl.int64) * pages + page, got, mask=page < pages)
-
-
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -332,28 +260,7 @@ def prefill_attention(
         **shape,
     )
     if mass is not None:
-        rows = max(16, min(64, triton.next_power_of_2(group)))
-        tile = 64
-        _prefill_mass[triton.cdiv(pages * block_size, max(tile, block_size)), kv_heads, batch](
-            q,
-            k_cache,
-            block_tables,
-            query_starts,
-            seq_lens,
-            sums,
-            mass,
-            block_tables.stride(0),
-            pages,
-            inner,
-            outer,
-            window,
-            sinks,
-            ROWS=rows,
-            QUERIES=rows // group,
-            TILE=tile,
-            num_warps=4,
-            **shape,
-        )
+        prefill_mass(q, k_cache, block_tables, query_starts, seq_lens, sums, mass, inner, outer, window, sinks, shape)
 
 
 def _sizes(width: int, group: int, compute: torch.dtype) -> tuple[int, int, int, int]:
