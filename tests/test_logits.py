@@ -17,11 +17,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from float64_llama import Float64Llama
-from kvloom.fetch import default_model
+from kvloom.fetch import cache_folder, default_model
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
 from kvloom.models.weights import open_model
+from kvloom.ops.native import stop_using_native, use_native
 from kvloom.request import Request, SamplingParams, Sequence, Slice
 from kvloom.runner import build_batch
 from kvloom.tokenizer import Tokenizer
@@ -92,21 +93,23 @@ def _largest_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return (logits.double() - exact).abs().max().item()
 
 
-def open_decoder(path: Path) -> Decoder:
+def open_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     files = open_model(path)
-    return Decoder(files.spec, files.load(torch.float32), torch.float32)
+    return Decoder(files.spec, files.load(dtype), dtype)
 
 
 @torch.inference_mode()
-def paged_logits(decoder: Decoder, texts: list[list[int]], chunks: list[list[int]]) -> list[torch.Tensor]:
+def paged_logits(
+    decoder: Decoder, texts: list[list[int]], chunks: list[list[int]], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Logits of every position of every text, computed side by side: step i takes the i-th chunk of each text."""
     spec = decoder.spec
     needed = [-(-len(text) // BLOCK_SIZE) for text in texts]
     total = sum(needed) + 5
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, BLOCK_SIZE)
-    storage = Storage(PlainCodec(torch.float32), geometry, total, torch.device("cpu"))
+    storage = Storage(PlainCodec(dtype), geometry, total, torch.device("cpu"))
     # what earlier sequences left behind; large, so that reading any of it shows
-    storage.memory.view(torch.float32).uniform_(-100, 100)
+    storage.memory.view(dtype).uniform_(-100, 100)
     free = random.Random(3).sample(range(total), total)
     sequences = []
     for text, count in zip(texts, needed, strict=True):
@@ -204,6 +207,36 @@ def _hf_name(gguf_name: str) -> str:
 def test_default_model(default, kind):
     decoder = open_decoder(default_model() if kind == "gguf" else default.folder)
     check_all_ways(decoder, default)
+
+
+@pytest.fixture
+def _native() -> Iterator[None]:
+    assert use_native(cache_folder("ops")), "there is no compiler"
+    yield
+    stop_using_native()
+
+
+@pytest.mark.usefixtures("_native")
+def test_default_model_in_cpp(default):
+    check_all_ways(open_decoder(default_model()), default)
+
+
+@pytest.mark.usefixtures("_native")
+def test_default_model_in_cpp_and_bf16(default):
+    """What bf16 costs: the weights' rounding, which is the same in every engine, and next to nothing beside it."""
+    decoder = open_decoder(default_model(), torch.bfloat16)
+    logits = paged_logits(decoder, default.ids, uneven(list(map(len, default.ids))), torch.bfloat16)
+    ours = torch.cat(logits).double().log_softmax(-1)
+    exact = torch.cat(default.exact).log_softmax(-1)
+    divergence = (exact.exp() * (exact - ours)).sum(-1).mean().item()
+    agreement = (exact.argmax(-1) == ours.argmax(-1)).double().mean().item()
+    theirs = LlamaForCausalLM.from_pretrained(default.folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        reference = torch.cat([theirs(torch.tensor([ids])).logits[0] for ids in default.ids]).double().log_softmax(-1)
+    usual = (exact.exp() * (exact - reference)).sum(-1).mean().item()
+    print(f"KL divergence {divergence:.1e} (transformers {usual:.1e}), the same token {agreement:.1%}")
+    assert divergence < usual
+    assert agreement > 0.95
 
 
 def test_default_model_ids(default):
