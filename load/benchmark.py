@@ -60,7 +60,7 @@ def run(
         Measurement(scale, rounds, record, PromptSource.default(), progress).run(chosen, in_turns)
     after = floors.measure(1 if quick else 20)
     rows = results.rows(chosen, record, scale, machine, spec) + results.floor_rows(chosen, scale, machine, spec)
-    meta = {
+    meta: dict[str, Any] = {
         "date": begin.isoformat(timespec="seconds"),
         "minutes": round((datetime.now(UTC) - begin).total_seconds() / 60, 1),
         "cpu": cpu(),
@@ -103,7 +103,7 @@ def profile(
     machine = floors.measure()
     settings = Settings.parse({"weights": weights, "kv_memory": "512MiB"})
     rows = profile_step.profile(settings, spec, machine, [int(count) for count in streams.split(",")])
-    meta = {
+    meta: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu(),
         "model": default_model().name,
