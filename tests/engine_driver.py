@@ -7,6 +7,7 @@ from kvloom.assemble import assemble
 from kvloom.config import Settings
 from kvloom.errors import RequestError
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
+from kvloom.turns import Triton
 
 REQUEST_FIELDS = {"arrival", "logprobs", "deadline", "priority", "cache_salt", "retain_s"}
 
@@ -45,9 +46,9 @@ class Answer(list[Delta]):
 class Driver:
     """Submits requests and steps the engine until it has nothing to do."""
 
-    def __init__(self, model: Path, **settings: object):
+    def __init__(self, model: Path, triton: Triton | None = None, **settings: object):
         chosen = {"model": model, "weights": "fp32", "block_size": 16, "kv_blocks": 64, "threads": 1, **settings}
-        assembly = assemble(Settings.parse({key: str(value) for key, value in chosen.items()}))
+        assembly = assemble(Settings.parse({key: str(value) for key, value in chosen.items()}), triton)
         self.engine = assembly.engine
         self.tokenizer = assembly.tokenizer
 

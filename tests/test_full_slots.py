@@ -1,16 +1,13 @@
 """Triton's sequence slots all taken: what is forwarded into `llm` then waits in Triton, unseen by the engine."""
 
-import queue
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-import tritonclient.grpc as triton
 
 from kvloom.launch import Server
 from kvloom.repository import SOURCE, ModelRepository
@@ -40,21 +37,15 @@ def few_slots(tmp_path: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def slots_taken(server: Server) -> Iterator[None]:
-    """Sequences that are begun and not ended; they hold every slot."""
-    control = triton.InferInput("control", [1, 1], "BYTES")
-    control.set_data_from_numpy(np.array([[b'{"op": "ping"}']], dtype=object))
-    found: queue.Queue = queue.Queue()
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: found.put(error))
+def slots_taken(client: Client) -> Iterator[None]:
+    """Conversations that are begun and not ended; they hold every slot."""
+    with ExitStack() as ends:
         for number in range(SLOTS):
-            client.async_stream_infer("llm", [control], sequence_id=f"holder-{number}", sequence_start=True)
-            assert found.get(timeout=10) is None
+            talk = client.conversation(f"holder-{number}")
+            talk.generate(**PROMPT, timeout=10)
+            # with an end flag: another request, such as a control, would find no slot
+            ends.callback(talk.generate, **PROMPT, last=True, timeout=10)
         yield
-        for number in range(SLOTS):
-            client.async_stream_infer("llm", [control], sequence_id=f"holder-{number}", sequence_end=True)
-            assert found.get(timeout=10) is None
-        client.stop_stream()
 
 
 def threads_of_generate(server: Server) -> int:
@@ -69,7 +60,7 @@ def test_generate_neither_hangs_nor_leaves_a_thread_behind(few_slots):
     with Client(few_slots.grpc_url) as client:
         expected = client.generate(**PROMPT, model="generate").text
         before = threads_of_generate(few_slots)
-        with slots_taken(few_slots):
+        with slots_taken(client):
             begun = time.monotonic()
             left = client.stream(**PROMPT, model="generate")
             time.sleep(0.5)

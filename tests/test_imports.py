@@ -10,7 +10,10 @@ PACKAGE = ROOT / "backend_src" / "kvloom"
 
 BASE = {"kvloom.errors", "kvloom.config", "kvloom.request"}
 SUBMODULES = {f"kvloom.{path.stem}" for path in PACKAGE.glob("*.py")}
-PLAIN = {f"kvloom.{name}" for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "scheduler")}
+PLAIN = {
+    f"kvloom.{name}"
+    for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "residency", "scheduler")
+}
 """The scheduler and what it stands on: no torch, neither directly nor through what they import."""
 
 

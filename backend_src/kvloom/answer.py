@@ -87,4 +87,5 @@ class Answer:
             blocks=len(sequence.blocks),
             kv_dtype=kv_dtype,
             preemptions=sequence.preemptions,
+            rerendered_tokens=sequence.rerendered,
         )

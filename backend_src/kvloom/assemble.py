@@ -1,6 +1,7 @@
 """From settings to an engine that is ready to serve."""
 
 import os
+import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 from kvloom.config import Settings
 from kvloom.dtypes import CODECS, DTYPES
 from kvloom.engine import Engine, Limits
+from kvloom.errors import SettingsError
 from kvloom.fetch import cache_folder, default_model
+from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry
@@ -23,6 +26,7 @@ from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
+from kvloom.turns import Triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,12 @@ class Assembly:
     limits: Limits
 
 
-def assemble(settings: Settings) -> Assembly:
+def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
     """Load the model and build everything around it.
+
+    Args:
+        settings: the server's.
+        triton: hears which conversations there are; None: there is no Triton.
 
     Raises:
         SettingsError: a setting does not fit the model or the machine.
@@ -66,7 +74,19 @@ def assemble(settings: Settings) -> Assembly:
         max_queue=settings.max_queue,
         kv_dtype=plan.kv_dtype,
         queue_timeout_s=settings.queue_timeout_ms / 1e3,
+        max_conversations=settings.max_conversations,
+        conversation_idle_s=settings.conversation_idle_s,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
-    return Assembly(Engine(runner, scheduler, cache, host, tokenizer, limits), tokenizer, limits)
+    engine = Engine(runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir))
+    return Assembly(engine, tokenizer, limits)
+
+
+def _journal(folder: str) -> Journal | None:
+    if not folder:
+        return None
+    try:
+        return Journal(Path(folder))
+    except (OSError, sqlite3.Error) as error:
+        raise SettingsError(f"setting journal_dir={folder!r}: {error}") from error

@@ -42,8 +42,8 @@ def parse_messages(text: str) -> list[Message]:
     return messages
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
-    """Write messages out with the model's chat template, up to where the assistant's answer begins.
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], answer: bool = True) -> str:
+    """Write messages out with the model's chat template; with ``answer``, up to where the assistant's begins.
 
     Raises:
         InvalidArgument: the model has no template, or the template refuses these messages, in the template's words.
@@ -51,7 +51,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> s
     if not tokenizer.chat_template:
         raise InvalidArgument("messages", "this model has no chat template; send text_input instead")
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
     except TemplateError as error:
         raise InvalidArgument("messages", f"refused by the model's chat template: {error}") from error
     except _TEMPLATE_FAULTS as error:

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvloom.errors import SettingsError
 
+TRITON_SLOTS, SPARE_SLOTS = 65536, 1200
+"""``max_candidate_sequences`` in llm's config.pbtxt, and those kept for dropped conversations and control requests."""
+
 NonNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -32,12 +35,14 @@ class Settings(BaseModel):
         max_running: most sequences in one step; never more than max_batch_tokens, of which each takes one.
         max_queue: most requests waiting, beside those that may run at once; more are refused at once.
         queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
+        max_conversations: most conversations; beyond it the least recently used idle one is dropped.
+        conversation_idle_s: seconds after which an idle conversation is dropped; 0 is off.
+        journal_dir: folder for the token ids of conversations, which survive a restart there; empty: they do not.
         prefix_cache: let requests that begin with the same tokens share their blocks.
         threads: CPU threads of a step; 0 takes every core.
         stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.
         admin_token: what the control op ``drain`` asks for, itself or as ``sha256:`` and its digest, several separated
             by commas. Triton shows the settings to every client, so `kvloom serve` hands over digests only.
-        journal_dir: set by `kvloom serve`: where conversations are kept for a restart.
         test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
         test_block_hash: tests only: a weak hash for the prefix cache.
     """
@@ -58,11 +63,13 @@ class Settings(BaseModel):
     max_running: Positive = 64
     max_queue: Positive = 1024
     queue_timeout_ms: NonNegative = 0
+    max_conversations: Positive = 1024
+    conversation_idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600
+    journal_dir: str = ""
     prefix_cache: bool = True
     threads: NonNegative = 0
     stuck_after_s: NonNegative = 30
     admin_token: str = ""
-    journal_dir: str = ""
     test_fail_after_tokens: NonNegative = 0
     test_block_hash: Literal["", "constant", "mod7"] = ""
 
@@ -110,4 +117,11 @@ class Settings(BaseModel):
             raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
         if settings.retain_memory != "0" and not settings.prefix_cache:
             raise SettingsError(f"setting retain_memory={settings.retain_memory!r}: retaining needs prefix_cache")
+        slots = settings.max_conversations + settings.max_queue + settings.max_running + SPARE_SLOTS
+        if slots > TRITON_SLOTS:
+            raise SettingsError(
+                f"settings max_conversations={settings.max_conversations}, max_queue={settings.max_queue} and "
+                f"max_running={settings.max_running} with {SPARE_SLOTS} to spare are {slots}; Triton keeps "
+                f"{TRITON_SLOTS} sequences (max_candidate_sequences in llm's config.pbtxt)"
+            )
         return settings

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 
 from kvloom.answer import Answer
 from kvloom.bans import banned_tokens
+from kvloom.conversations import Conversations
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
+from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.observations import Observations
-from kvloom.request import Delta, FinishReason, Plan, Request, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, Holding, Plan, Request, Sampled, Sequence, Sink
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.timers import Timers
 from kvloom.tokenizer import Tokenizer
+from kvloom.turns import NoTriton, Triton, Turns
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ class Limits:
         max_queue: most requests waiting, beside those that may run at once.
         kv_dtype: name of the cache's dtype, for usage.
         queue_timeout_s: longest wait for the first step; 0: for ever.
+        max_conversations: most conversations, without those of one turn.
+        conversation_idle_s: how long a conversation may be idle; 0: for ever.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
     """
 
@@ -39,6 +44,8 @@ class Limits:
     max_queue: int
     kv_dtype: str
     queue_timeout_s: float = 0.0
+    max_conversations: int = 1024
+    conversation_idle_s: float = 0.0
     fail_after_tokens: int = 0
 
 
@@ -48,6 +55,7 @@ class Stats:
 
     running: int = 0
     waiting: int = 0
+    conversations: int = 0
     blocks_free: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -67,11 +75,16 @@ class Engine:
 
     Every request that ``submit`` took ends in exactly one final delta, and ends in one place, ``_end``.
 
+    Args:
+        triton: hears which conversations there are; None: there is no Triton.
+        journal: keeps conversations for an engine after this one; None: nobody does.
+
     Attributes:
         observations: measured values, for histograms.
         steps: how many steps have finished.
         failed_steps: how many have failed since the last one that finished.
         draining: no request is taken any more.
+        turns: its conversations.
     """
 
     def __init__(
@@ -82,6 +95,8 @@ class Engine:
         host: BlockPool,
         tokenizer: Tokenizer,
         limits: Limits,
+        triton: Triton | None = None,
+        journal: Journal | None = None,
     ):
         self.observations = Observations()
         self.steps = 0
@@ -99,6 +114,11 @@ class Engine:
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        conversations = Conversations(limits.max_conversations, limits.conversation_idle_s)
+        self.turns = Turns(
+            self, scheduler, tokenizer, limits.context_length, conversations, triton or NoTriton(), journal
+        )
+        self.turns.restore()
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may ask.
@@ -106,14 +126,10 @@ class Engine:
         Raises:
             InvalidArgument: the prompt does not fit the context or the pool, or has a token that the model lacks.
         """
-        count, context = len(request.prompt_ids), self._limits.context_length
+        count = len(request.prompt_ids)
         if count == 0:
             raise InvalidArgument("prompt", "is empty; send at least one token")
-        if count > context - 1:
-            raise InvalidArgument("prompt", f"has {count} tokens; context_length {context} takes at most {context - 1}")
-        capacity = self._cache.total * self._cache.block_size
-        if count > capacity:
-            raise InvalidArgument("prompt", f"has {count} tokens; the whole KV cache holds {capacity}")
+        self.check_length(count)
         largest = max(request.prompt_ids)
         if largest >= self._limits.vocab_size:
             raise InvalidArgument(
@@ -122,37 +138,94 @@ class Engine:
         if request.retain_s:
             self._check_retained(count)
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse a prompt, with the conversation before it, that is too long for ever.
+
+        Raises:
+            InvalidArgument: it does not fit the context or the pool.
+        """
+        context, capacity = self._limits.context_length, self._cache.total * self._cache.block_size
+        if tokens > context - 1:
+            raise InvalidArgument(
+                "prompt", f"has {tokens} tokens; context_length {context} takes at most {context - 1}"
+            )
+        if tokens > capacity:
+            raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
+
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
-        refusal = self._refusal(sequence)
+        refusal = self.refusal(sequence)
         if refusal is not None:
-            self._finished["error"] += 1
-            sink(Delta("", (), error=refusal))
+            self.answer_unbegun(sequence, sink, error=refusal)
             return
+        self.await_deadline(sequence)
+        self.begin(sequence, sink)
+
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding | None = None) -> None:
+        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens."""
         answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         self._answers[sequence] = answer
+        if self._limits.queue_timeout_s:
+            self._timers.add(time.monotonic() + self._limits.queue_timeout_s, "queue", sequence)
+        self._scheduler.add(sequence, held)
+
+    def await_deadline(self, sequence: Sequence) -> None:
+        """End the answer so far when its deadline passes."""
         if sequence.request.deadline is not None:
             self._timers.add(sequence.request.deadline, "deadline", sequence)
-        if self._limits.queue_timeout_s:
-            self._timers.add(sequence.request.arrival + self._limits.queue_timeout_s, "queue", sequence)
-        self._scheduler.add(sequence)
+
+    def answer_unbegun(
+        self, sequence: Sequence, sink: Sink, reason: FinishReason | None = None, error: RequestError | None = None
+    ) -> None:
+        """End a sequence that was not begun with a reason or an error."""
+        self._timers.forget(sequence)
+        self._finished["error" if error is not None else str(reason)] += 1
+        usage = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations).end(
+            sequence, self._limits.kv_dtype
+        )
+        sink(Delta("", (), reason, error, None if error is not None else usage))
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence's answer now; nothing happens when it has ended already."""
         if sequence in self._answers:
-            self._end(sequence, reason=FinishReason.CANCELLED)
+            self.end(sequence, FinishReason.CANCELLED)
+        else:
+            self.turns.cancel(sequence)
+
+    def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
+        """End an answer that was begun."""
+        self._end(sequence, reason=reason, error=error)
 
     def fail_all(self, error: RequestError) -> None:
         """End every answer with ``error``."""
+        self.turns.fail_queued(error)
         for sequence in list(self._answers):
             self._end(sequence, error=error)
+
+    def recover(self, error: RequestError) -> None:
+        """After a fault outside of a step: end every answer, and trust nothing that was computed.
+
+        A plan that was not carried out may have listed blocks that nobody computed, and counted on copies.
+        """
+        self.fail_all(error)
+        self.turns.forget_computed()
+        self._cache.flush()
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._answers)
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When it has something to do though nobody asked (``time.monotonic()``): then ``tick``."""
+        return self.turns.next_expiry
+
+    def tick(self) -> None:
+        """Do what is due between steps."""
+        self.turns.expire(time.monotonic())
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
@@ -189,12 +262,14 @@ class Engine:
         self._scheduler.check()
         waiting, running = self._scheduler.waiting, self._scheduler.running
         assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
+        self.turns.check()
 
     def stats(self) -> Stats:
         """A snapshot for metrics."""
         return Stats(
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + self.turns.queued,
+            conversations=self.turns.live,
             blocks_free=self._cache.free,
             blocks_used=self._cache.used,
             blocks_cached=self._cache.cached,
@@ -216,12 +291,12 @@ class Engine:
         if blocks > limit:
             raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
-    def _refusal(self, sequence: Sequence) -> Unavailable | None:
+    def refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""
         if self.draining:
             return Unavailable("the server is shutting down and takes no new requests")
         # a burst arrives between two steps: those that the next one lets in do not count as waiting
-        if len(self._scheduler.waiting) >= self._limits.max_queue + self._scheduler.free_places:
+        if len(self._scheduler.waiting) + self.turns.queued >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
         if sequence.request.retain_s:
             pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
@@ -237,8 +312,8 @@ class Engine:
         """End the answers whose deadline has passed, running or waiting, and those that waited too long to begin."""
         for kind, sequence in self._timers.due(now):
             if sequence not in self._answers:
-                continue
-            if kind == "deadline":
+                self.turns.overdue(sequence)
+            elif kind == "deadline":
                 self._end(sequence, reason=FinishReason.DEADLINE)
             elif sequence in self._scheduler.waiting and not sequence.preemptions:
                 limit = self._limits.queue_timeout_s
@@ -281,17 +356,19 @@ class Engine:
         reason: FinishReason | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Free what the sequence holds and send its final delta; text that was held back comes out first."""
+        """Free or park what the sequence holds and send its final delta; text that was held back comes out first."""
         answer = self._answers.pop(sequence)
         usage = answer.end(sequence, self._limits.kv_dtype)
         self._timers.forget(sequence)
-        self._scheduler.remove(sequence)
+        conversation = self.turns.settle(sequence, error)
         if error is not None:
             self._finished["error"] += 1
             answer.sink(Delta("", (), error=error))
-            return
-        text += answer.text.flush()
-        if answer.text.stopped and reason is FinishReason.LENGTH:
-            reason = FinishReason.STOP
-        self._finished[str(reason)] += 1
-        answer.sink(Delta(text, tokens, reason, usage=usage))
+        else:
+            text += answer.text.flush()
+            if answer.text.stopped and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP
+            self._finished[str(reason)] += 1
+            answer.sink(Delta(text, tokens, reason, usage=usage))
+        if conversation is not None:
+            self.turns.proceed(conversation)

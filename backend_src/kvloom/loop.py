@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvloom.conversations import Turn
 from kvloom.engine import Engine, Stats
 from kvloom.errors import Internal, Unavailable
 from kvloom.request import Request, Sequence, Sink
+from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,16 @@ class Loop:
         self._inbox.put(lambda: self._engine.submit(sequence, sink))
         return sequence
 
+    def take_turn(self, turn: Turn) -> None:
+        """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
+
+        Raises:
+            InvalidArgument: it can never be served; its sink gets nothing.
+        """
+        if turn.start or turn.messages is None:
+            self._engine.check(turn.sequence.request)
+        self._inbox.put(lambda: self._engine.turns.submit(turn))
+
     def cancel(self, sequence: Sequence) -> None:
         """End an answer as ``cancelled``; nothing happens when it has ended already."""
         self._inbox.put(lambda: self._engine.cancel(sequence))
@@ -116,6 +128,10 @@ class Loop:
         """Let the loop's thread run ``message`` between two steps."""
         self._inbox.put(message)
 
+    def with_turns(self, message: Callable[[Turns], None]) -> None:
+        """Let the loop's thread run ``message`` on the engine's conversations."""
+        self._inbox.put(lambda: message(self._engine.turns))
+
     def stop(self) -> None:
         """End all answers with an error and wait for the thread to finish."""
 
@@ -145,7 +161,8 @@ class Loop:
                 if not engine.busy and not checked and self._inbox.empty():
                     checked = True
                     engine.check_invariants()
-                self._handle(wait=not engine.busy)
+                self._handle(0.0 if engine.busy else _until(engine.wakes_at))
+                engine.tick()
                 if engine.busy:
                     checked = False
                     steps = engine.steps
@@ -154,20 +171,18 @@ class Loop:
                         self._moved = time.monotonic()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
-                engine.fail_all(Internal(f"the engine failed: {error}"))
                 engine.failed_steps += 1
-                # a plan that was not carried out may have listed blocks that nobody computed
-                engine.flush()
+                engine.recover(Internal(f"the engine failed: {error}"))
             self.stats = engine.stats()
 
-    def _handle(self, wait: bool) -> None:
-        """Act on every message there is; with ``wait``, on at least one."""
+    def _handle(self, wait_s: float | None) -> None:
+        """Act on every message there is; wait so long for one, with None for ever."""
         try:
             while True:
-                message = self._inbox.get(block=wait)
-                if wait:
+                message = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
+                if wait_s != 0.0:
                     self._moved = time.monotonic()
-                wait = False
+                wait_s = 0.0
                 message()
         except queue.Empty:
             return
@@ -185,3 +200,7 @@ class Loop:
             drains, self._drains = self._drains, []
             for _, done in drains:
                 done(self._cut_short)
+
+
+def _until(when: float | None) -> float | None:
+    return None if when is None else max(0.0, when - time.monotonic())

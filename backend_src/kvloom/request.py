@@ -149,6 +149,8 @@ class Usage:
         kv_policy: eviction policy of its cache.
         evicted_blocks: blocks the policy dropped.
         preemptions: how often it had to give its blocks away.
+        rerendered_tokens: tokens of the conversation so far that the chat template writes otherwise now that there is
+            more of it, and that were fed anew.
     """
 
     prompt_tokens: int
@@ -162,6 +164,7 @@ class Usage:
     kv_policy: str = "full"
     evicted_blocks: int = 0
     preemptions: int
+    rerendered_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +204,44 @@ Banned = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
 """By how many tokens come before: the tokens that may not follow these at an answer's end. Under 0: (), always."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Holding:
+    """What is computed of some tokens, and where it lies: in blocks, on the host, or nowhere.
+
+    Attributes:
+        computed: how many leading tokens have their KV in ``blocks``.
+        blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
+        listed: how many leading blocks others can find.
+        host_blocks: where its blocks' content is kept while it has none.
+        swapped: how many leading tokens have their KV in ``host_blocks``.
+    """
+
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    listed: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+    swapped: int = 0
+
+    def move_to(self, other: "Holding") -> None:
+        """Hand everything over to ``other``, which holds nothing."""
+        assert not (other.blocks or other.host_blocks)
+        other.computed, other.listed, other.swapped = self.computed, self.listed, self.swapped
+        other.blocks, other.host_blocks = self.blocks, self.host_blocks
+        self.computed = self.listed = self.swapped = 0
+        self.blocks, self.host_blocks = [], []
+
+
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """A request at work: the tokens it knows, how many of them have their KV computed, and where that lies.
+class Sequence(Holding):
+    """A request at work: the tokens it knows, and what is computed of them.
 
     Attributes:
         request: what was asked.
         tokens: prompt and generated token ids.
-        computed: how many leading tokens have their KV in ``blocks``.
         seed: the request's, or a random one: every draw is a function of seed and position.
-        blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
-        listed: how many leading blocks others can find.
         cached: how many of the prompt's tokens were found in the cache.
-        host_blocks: where its blocks' content is kept while it has none.
-        swapped: how many leading tokens have their KV in ``host_blocks``.
         preemptions: how often it gave its blocks away.
+        rerendered: see ``Usage.rerendered_tokens``.
         rank: its place among others: the lower, the earlier its turn.
         end_ids: tokens that end the answer, and so may not come before min_tokens.
         banned: what ``bad_words`` forbids.
@@ -224,13 +250,9 @@ class Sequence:
     request: Request
     tokens: list[int] = field(init=False)
     seed: int = field(init=False)
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    listed: int = 0
     cached: int = 0
-    host_blocks: list[int] = field(default_factory=list)
-    swapped: int = 0
     preemptions: int = 0
+    rerendered: int = 0
     rank: tuple[float, int] = (0.0, 0)
     end_ids: frozenset[int] = frozenset()
     banned: Banned = field(default_factory=dict)

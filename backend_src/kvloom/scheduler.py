@@ -7,37 +7,22 @@ that were found, resumed and recomputed sequences and decoding are all that one 
 import bisect
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Plan, Sequence, Slice
+from kvloom.request import Holding, Plan, Sequence, Slice
+from kvloom.residency import Costs, Residency
 from kvloom.waiting import Waiting
 
 AGEING_S = 5.0
 """Seconds of waiting that count as much as one level of priority."""
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What giving blocks away costs, measured when the engine starts.
-
-    Attributes:
-        copy_block_s: seconds to copy a block to the host or back.
-        compute_token_s: seconds to compute a token's keys and values again, in prefill.
-    """
-
-    copy_block_s: float
-    compute_token_s: float
-
-    def swap_pays(self, blocks: int, tokens: int) -> bool:
-        """Whether copying out and in is faster than computing again."""
-        return 2 * blocks * self.copy_block_s < tokens * self.compute_token_s
-
-
 class Scheduler:
     """Owns who waits, who runs and who has which blocks.
+
+    What a conversation keeps between two turns is in the care of ``Residency``, also while a turn that goes on with it
+    waits. It gives way to everybody who runs or is about to.
 
     Sequences are ranked by arrival, AGEING_S earlier for each level of priority: so a waiting one gains a level in that
     time, and ranks never change. The first rank is let in first, the last one gives its blocks away first.
@@ -65,7 +50,7 @@ class Scheduler:
         self.prefix_hit = 0
         self._cache = cache
         self._host = host
-        self._costs = costs
+        self._residency = Residency(cache, host, costs)
         # every running sequence decodes in every step, so that none is starved
         self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
@@ -76,14 +61,89 @@ class Scheduler:
         """How many more sequences may run at once, if there are blocks for them."""
         return self._max_running - len(self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a new sequence wait for its turn."""
+    def add(self, sequence: Sequence, held: Holding | None = None) -> None:
+        """Let a new sequence wait for its turn; it goes on with what was ``held`` of its first tokens."""
         request = sequence.request
         sequence.rank = (request.arrival - AGEING_S * request.priority, next(self._arrivals))
+        if held is not None:
+            self._residency.leave(held)
+            held.move_to(sequence)
+            self._residency.keep(sequence)
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, running or waiting, and free its blocks: the one place where a sequence leaves."""
+        """Take a sequence out, running or waiting, and free what it holds."""
+        self._take_out(sequence)
+        self._residency.release(sequence)
+
+    def park(self, sequence: Sequence) -> Holding:
+        """Take a sequence out, and keep what is computed of it until ``add`` or ``discard`` gets what is returned."""
+        self._take_out(sequence)
+        self._residency.leave(sequence)
+        held = Holding()
+        sequence.move_to(held)
+        self._residency.keep(held)
+        return held
+
+    def shorten(self, held: Holding, tokens: int) -> None:
+        """Keep no more than the first ``tokens`` tokens of what was parked."""
+        self._residency.shorten(held, tokens)
+
+    def discard(self, held: Holding) -> None:
+        """Free what was parked."""
+        self._residency.release(held)
+
+    def discard_all(self) -> None:
+        """Free everything that was parked; what goes on with it is computed again."""
+        self._residency.forget_all()
+
+    def plan(self) -> Plan:
+        """Choose the next step: running sequences first, then admissions, within the token budget."""
+        self._cache.begin(time.monotonic())
+        plan = Plan()
+        self._make_room(plan)
+        budget = self._max_batch_tokens
+        # decodes before prefill chunks, so that a long prompt never holds up running streams
+        for sequence in sorted(self.running, key=lambda running: running.pending > 1):
+            self.prefix_hit += self._hit(sequence, self._cache.follow(sequence))
+            budget -= self._slice(plan, sequence, budget)
+        reserve = sum(self._fills_its_blocks(sequence) for sequence in self.running)
+        while budget and self.free_places:
+            admitted = self._admit(plan, reserve)
+            if admitted is None:
+                break
+            reserve += self._fills_its_blocks(admitted)
+            budget -= self._slice(plan, admitted, budget)
+        self._residency.end_plan()
+        return plan
+
+    def abandon(self, plan: Plan) -> None:
+        """Undo what the last plan promised, because its step failed; the sequences of its slices are to be removed."""
+        lost = self._cache.drop_fresh()
+        failed = {piece.sequence for piece in plan.slices}
+        for sequence in [running for running in self.running if running not in failed]:
+            if not lost.isdisjoint(sequence.blocks):
+                # it relied on a neighbour that was to compute its prefix
+                self._drop(sequence)
+        # the copies may be what failed
+        copied = {block for _, block in plan.swap_out}
+        self._residency.forget_copies(copied)
+        for sequence in self.waiting:
+            if not copied.isdisjoint(sequence.host_blocks):
+                self._host.give(sequence.host_blocks)
+                sequence.swapped = 0
+
+    def check(self) -> None:
+        """Assert the invariants of both pools; O(blocks)."""
+        kept = self._residency.check(self.running)
+        preempted = set(self.waiting) - set(kept)
+        self._cache.check(holding.blocks for holding in [*self.running, *kept])
+        self._host.check([holding.host_blocks for holding in [*preempted, *kept]])
+        assert all(not sequence.blocks for sequence in preempted), "a waiting sequence has blocks"
+        assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """The one place where a sequence leaves."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
@@ -95,49 +155,6 @@ class Scheduler:
             listed = min(sequence.listed, len(request.prompt_ids) // self._cache.block_size)
             until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
             self._cache.retain(sequence.blocks[:listed], until)
-        self._cache.release(sequence.blocks)
-        self._host.give(sequence.host_blocks)
-
-    def plan(self) -> Plan:
-        """Choose the next step: running sequences first, then admissions, within the token budget."""
-        self._cache.begin(time.monotonic())
-        plan = Plan()
-        self._make_room(plan)
-        budget = self._max_batch_tokens
-        # decodes before prefill chunks, so that a long prompt never holds up running streams
-        for sequence in sorted(self.running, key=lambda running: running.pending > 1):
-            self._hit(sequence, self._cache.follow(sequence))
-            budget -= self._slice(plan, sequence, budget)
-        reserve = sum(self._fills_its_blocks(sequence) for sequence in self.running)
-        while budget and self.free_places:
-            admitted = self._admit(plan, reserve)
-            if admitted is None:
-                break
-            reserve += self._fills_its_blocks(admitted)
-            budget -= self._slice(plan, admitted, budget)
-        return plan
-
-    def abandon(self, plan: Plan) -> None:
-        """Undo what the last plan promised, because its step failed; the sequences of its slices are to be removed."""
-        lost = self._cache.drop_fresh()
-        failed = {piece.sequence for piece in plan.slices}
-        for sequence in [running for running in self.running if running not in failed]:
-            if not lost.isdisjoint(sequence.blocks):
-                # it relied on a neighbour that was to compute its prefix
-                self._drop(sequence)
-        copied = {block for _, block in plan.swap_out}
-        for sequence in self.waiting:
-            if not copied.isdisjoint(sequence.host_blocks):
-                # the copy may be what failed
-                self._host.give(sequence.host_blocks)
-                sequence.swapped = 0
-
-    def check(self) -> None:
-        """Assert the invariants of both pools; O(blocks)."""
-        self._cache.check(sequence.blocks for sequence in self.running)
-        self._host.check([sequence.host_blocks for sequence in self.waiting])
-        assert all(not sequence.blocks for sequence in self.waiting), "a waiting sequence has blocks"
-        assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"
 
     def _slice(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Plan as many of a sequence's tokens as ``budget`` allows; returns how many."""
@@ -148,12 +165,14 @@ class Scheduler:
         return count
 
     def _make_room(self, plan: Plan) -> None:
-        """Give every running sequence blocks for its known tokens, preempting the last ranks where needed."""
+        """Give every running sequence blocks for its known tokens; conversations, then the last ranks give way."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
             if self._cache.extend(sequence.blocks, len(sequence.tokens)):
                 index += 1
+            elif self._residency.give_way(plan):
+                continue
             elif len(self.running) > 1:
                 self._preempt(plan, self.running[-1])
             else:
@@ -162,11 +181,7 @@ class Scheduler:
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, and goes on from a copy on the host or from the tokens it knows."""
-        blocks = blocks_for(sequence.computed, self._cache.block_size)
-        if blocks <= self._host.free and self._costs.swap_pays(blocks, sequence.computed):
-            sequence.host_blocks.extend(self._host.take(blocks))
-            sequence.swapped = sequence.computed
-            plan.swap_out.extend(zip(sequence.blocks[:blocks], sequence.host_blocks, strict=True))
+        if self._residency.move_out(plan, sequence):
             self.swaps += 1
             self._wait_again(sequence)
         else:
@@ -195,32 +210,46 @@ class Scheduler:
         sequence = self.waiting.first()
         if sequence is None:
             return None
-        found = self._cache.match(sequence.namespace, sequence.tokens)
-        while not self._cache.open(sequence.blocks, found, len(sequence.tokens), spare=reserve):
-            if self.running or not self._cache.stop_retaining():
-                return None
+        looked_up = not (sequence.blocks or sequence.swapped or sequence.preemptions)
+        found = [] if sequence.blocks else self._cache.match(sequence.namespace, sequence.tokens)
+        if not self._get_blocks(plan, sequence, found, reserve):
+            return None
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
-        sequence.listed = len(found)
-        sequence.computed = len(found) * self._cache.block_size
-        if self._cache.shares and not sequence.preemptions:
+        self._residency.leave(sequence)
+        if found:
+            sequence.listed = len(found)
+            sequence.computed = len(found) * self._cache.block_size
+        self._residency.move_in(plan, sequence, len(found))
+        self._cache.list_computed(sequence, sequence.computed)
+        hit = self._hit(sequence, sequence.computed)
+        if looked_up and self._cache.shares:
             self.prefix_queried += len(sequence.tokens)
-        self._hit(sequence, sequence.computed)
-        if sequence.swapped > sequence.computed:
-            plan.swap_in.extend(_after(len(found), sequence))
-            sequence.computed = sequence.swapped
-            self._cache.list_computed(sequence, sequence.computed)
-        self._host.give(sequence.host_blocks)
-        sequence.swapped = 0
+            self.prefix_hit += hit
         return sequence
 
-    def _hit(self, sequence: Sequence, tokens: int) -> None:
+    def _get_blocks(self, plan: Plan, sequence: Sequence, found: list[int], reserve: int) -> bool:
+        """Give a sequence that is to run blocks for its known tokens; False: there are not enough."""
+
+        def get() -> bool:
+            if sequence.blocks:
+                return self._cache.extend(sequence.blocks, len(sequence.tokens), spare=reserve)
+            return self._cache.open(sequence.blocks, found, len(sequence.tokens), spare=reserve)
+
+        if get():
+            return True
+        needed = blocks_for(len(sequence.tokens), self._cache.block_size) + reserve
+        within_reach = self._cache.total - self._cache.used + self._residency.blocks + len(found)
+        while not get():
+            if needed <= within_reach and self._residency.give_way(plan, but=sequence):
+                continue
+            if self.running or not self._cache.stop_retaining():
+                return False
+        return True
+
+    def _hit(self, sequence: Sequence, tokens: int) -> int:
         """Count prompt tokens that were found; a sequence that finds its own again after preemption hits nothing."""
-        if not sequence.preemptions:
-            tokens = min(tokens, len(sequence.request.prompt_ids) - sequence.cached)
-            sequence.cached += tokens
-            self.prefix_hit += tokens
-
-
-def _after(found: int, sequence: Sequence) -> Iterator[tuple[int, int]]:
-    """(host block, device block) of what a swapped sequence did not find in the cache."""
-    return zip(sequence.host_blocks[found:], sequence.blocks[found : len(sequence.host_blocks)], strict=True)
+        if sequence.preemptions:
+            return 0
+        tokens = min(tokens, len(sequence.request.prompt_ids) - sequence.cached)
+        sequence.cached += tokens
+        return tokens

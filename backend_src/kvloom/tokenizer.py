@@ -109,13 +109,13 @@ class Tokenizer:
         ids = self._encode(text, "text_input", most)
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
-    def encode_piece(self, text: str, field: str) -> list[int]:
-        """Token ids of a piece of text as such: no BOS, none at all for an empty text.
+    def encode_piece(self, text: str, field: str, most: int | None = None) -> list[int]:
+        """Token ids of a piece of text as such: no BOS, none at all for an empty text. ``most``: see ``encode``.
 
         Raises:
-            InvalidArgument: it holds half of a surrogate pair; ``field`` is the input at fault.
+            InvalidArgument: it is too long, or holds half of a surrogate pair; ``field`` is the input at fault.
         """
-        return self._encode(text, field)
+        return self._encode(text, field, most)
 
     def encode_chat(self, messages: Sequence[chat.Message], most: int | None = None) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
@@ -126,7 +126,23 @@ class Tokenizer:
             InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
                 surrogate pair.
         """
-        return self._encode(chat.render(self._hf, messages), "messages", most)
+        return self.encode_rendered(self.render_chat(messages), most)
+
+    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
+        """The text that the chat template makes of messages; with ``answer``, up to where the assistant answers.
+
+        Raises:
+            InvalidArgument: no template, or the template refuses the messages.
+        """
+        return chat.render(self._hf, messages, answer)
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a rendered chat or a part of one: nothing is added. ``most``: see ``encode``.
+
+        Raises:
+            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+        """
+        return self._encode(text, "messages", most)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""

@@ -3,6 +3,7 @@
 from kvloom_client.aio import AsyncClient, AsyncStream
 from kvloom_client.answer import Answer, Chunk
 from kvloom_client.client import Client
+from kvloom_client.conversation import AsyncConversation, Conversation
 from kvloom_client.errors import (
     AnswerTimeout,
     Cancelled,
@@ -25,11 +26,13 @@ __all__ = [
     "Answer",
     "AnswerTimeout",
     "AsyncClient",
+    "AsyncConversation",
     "AsyncStream",
     "Cancelled",
     "Chunk",
     "Client",
     "ConnectionFailed",
+    "Conversation",
     "HttpClient",
     "IncompleteAnswer",
     "Internal",

@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from kvloom_client import wire
 from kvloom_client.answer import Answer, Chunk, join, read_control
+from kvloom_client.conversation import AsyncConversation
 from kvloom_client.errors import IncompleteAnswer, KvloomClientError, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
 from kvloom_client.retry import Backoff
@@ -26,12 +27,19 @@ class AsyncStream(AsyncIterator[Chunk]):
     """
 
     def __init__(
-        self, call: Callable[[float | None], Any], request_id: str, url: str, timeout: float | None, retries: int
+        self,
+        call: Callable[[float | None], Any],
+        request_id: str,
+        url: str,
+        timeout: float | None,
+        retries: int,
+        failed: Callable[[KvloomClientError], None] | None = None,
     ):
-        """Args: call: begins a try; its argument is the seconds it may take, None for no limit."""
+        """Start the first try; the arguments are those of ``Stream``."""
         self.request_id = request_id
         self._url = url
         self._begin = call
+        self._failed = failed or (lambda error: None)
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = False
@@ -52,11 +60,13 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._drain()
                 if await self._try_again(error):
                     continue
+                self._failed(error)
                 raise
             except grpc.RpcError as error:
                 failure = wire.transport_error(error, self._url)
                 if await self._try_again(failure):
                     continue
+                self._failed(failure)
                 raise failure from error
             except asyncio.CancelledError:
                 # grpc raises it for our own cancel of the call too; a cancel of the waiting task must go on
@@ -154,6 +164,10 @@ class AsyncClient:
         async with self._send(build_request(stream=False, **request), timeout, retries) as stream:
             return join([chunk async for chunk in stream])
 
+    def conversation(self, conversation: int | str | None = None) -> AsyncConversation:
+        """A conversation with the server, whose turns say only what is new; as ``Client.conversation``."""
+        return AsyncConversation(self, conversation)
+
     async def control(
         self, op: str, conversation: int | str | None = None, *, timeout: float | None = None, **fields: Any
     ) -> dict[str, Any]:
@@ -173,10 +187,16 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _send(self, request: Request, timeout: float | None, retries: int) -> AsyncStream:
+    def _send(
+        self,
+        request: Request,
+        timeout: float | None,
+        retries: int,
+        failed: Callable[[KvloomClientError], None] | None = None,
+    ) -> AsyncStream:
         message = wire.encode_request(request)
 
         def call(left: float | None) -> Any:
             return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
 
-        return AsyncStream(call, request.id, self.url, timeout, retries)
+        return AsyncStream(call, request.id, self.url, timeout, retries, failed)

@@ -1,6 +1,6 @@
 """The gRPC client for plain and threaded programs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -9,7 +9,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvloom_client import wire
 from kvloom_client.answer import Answer, Reply, join, read_control
-from kvloom_client.errors import RequestFailed
+from kvloom_client.conversation import Conversation
+from kvloom_client.errors import KvloomClientError, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
 from kvloom_client.stream import Stream
 
@@ -52,6 +53,15 @@ class Client:
         with self._send(build_request(stream=False, **request), timeout, retries) as stream:
             return join(list(stream))
 
+    def conversation(self, conversation: int | str | None = None) -> Conversation:
+        """A conversation with the server, whose turns say only what is new.
+
+        Args:
+            conversation: its sequence id, a positive integer or a text of up to 128 characters; the integer 7 and the
+                text "7" differ. None mints one.
+        """
+        return Conversation(self, conversation)
+
     def control(
         self, op: str, conversation: int | str | None = None, *, timeout: float | None = None, **fields: Any
     ) -> dict[str, Any]:
@@ -85,9 +95,19 @@ class Client:
     ) -> None:
         self.close()
 
-    def _send(self, request: Request, timeout: float | None, retries: int) -> Stream:
+    def _send(
+        self,
+        request: Request,
+        timeout: float | None,
+        retries: int,
+        failed: Callable[[KvloomClientError], None] | None = None,
+    ) -> Stream:
         message = wire.encode_request(request)
-        return Stream(lambda left: _Call(self._stub, message, self.url, left), request.id, self.url, timeout, retries)
+
+        def call(left: float | None) -> _Call:
+            return _Call(self._stub, message, self.url, left)
+
+        return Stream(call, request.id, self.url, timeout, retries, failed)
 
 
 class _Call(Iterator[Reply]):

@@ -90,6 +90,12 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
 }
 
 
+_UNKNOWN_SEQUENCE = "must specify the START flag"
+"""What Triton says of a turn of a sequence that it does not know."""
+
+
 def request_error(text: str) -> RequestFailed:
     """The error that an error text of the server stands for; only the text travels through Triton."""
+    if _UNKNOWN_SEQUENCE in text:
+        return NotFound(text)
     return _BY_CODE.get(text.partition(":")[0], ServerError)(text)

@@ -76,6 +76,21 @@ class RequestArguments(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request belongs among others.
+
+    Attributes:
+        conversation: id of its Triton sequence; the integer 7 and the text "7" are two.
+        start: it begins the conversation.
+        end: nothing follows it.
+    """
+
+    conversation: int | str
+    start: bool = False
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request for one answer.
 
@@ -83,11 +98,13 @@ class Request:
         model: the Triton model that shall answer.
         id: the request's id.
         fields: inputs of the model by name. A str is one BYTES element, a bool a BOOL, ints are INT32.
+        place: its place in a conversation; None: it is one of its own.
     """
 
     model: str
     id: str
     fields: dict[str, Value]
+    place: Place | None = None
 
 
 def build_request(
@@ -101,9 +118,10 @@ def build_request(
     sampling_parameters: Mapping[str, Any] | None = None,
     kv: Mapping[str, Any] | None = None,
     cache_salt: str | None = None,
+    place: Place | None = None,
     **others: Any,
 ) -> Request:
-    """See RequestArguments. ``stream``: responses come as tokens do, or once at the end.
+    """See RequestArguments. ``stream``: responses come as tokens do, or once at the end; ``place``: see Request.
 
     Raises:
         InvalidArgument: there is not exactly one prompt, or something can't be sent.
@@ -134,7 +152,7 @@ def build_request(
     sampling = {**(sampling_parameters or {}), **others}
     if sampling:
         fields["sampling_parameters"] = _json("sampling_parameters", sampling)
-    return Request(model, _id(request_id), fields)
+    return Request(model, _id(request_id), fields, place)
 
 
 def build_control(op: str, conversation: int | str | None = None, **more: Any) -> Request:

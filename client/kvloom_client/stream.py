@@ -32,12 +32,28 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, call: Callable[[float | None], Call], request_id: str, url: str, timeout: float | None, retries: int
+        self,
+        call: Callable[[float | None], Call],
+        request_id: str,
+        url: str,
+        timeout: float | None,
+        retries: int,
+        failed: Callable[[KvloomClientError], None] | None = None,
     ):
-        """Args: call: begins a try; its argument is the seconds it may take, None for no limit."""
+        """Start the first try.
+
+        Args:
+            call: begins a try; its argument is the seconds it may take, None for no limit.
+            request_id: the request's.
+            url: for messages.
+            timeout: seconds for all tries.
+            retries: how many more tries there may be.
+            failed: told of the error that the iteration raises.
+        """
         self.request_id = request_id
         self._url = url
         self._begin = call
+        self._failed = failed or (lambda error: None)
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = threading.Event()
@@ -60,6 +76,7 @@ class Stream(Iterator[Chunk]):
                     continue
                 if self._cancelled.is_set() and isinstance(error, TransportError):
                     break
+                self._failed(error)
                 raise
             self._backoff.give_up()
             self._ended = reply.final

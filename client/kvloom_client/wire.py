@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from kvloom_client.answer import Reply, chunk_of
 from kvloom_client.errors import AnswerTimeout, ConnectionFailed, ServerError, TransportError, request_error
-from kvloom_client.request import Request, Value
+from kvloom_client.request import Place, Request, Value
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -30,10 +30,13 @@ def encode_request(request: Request) -> service_pb2.ModelInferRequest:
     # without it Triton drops a last response that carries no output, and with it the mark of the end
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if request.model == "llm":
-        # a conversation of one turn
-        message.parameters["sequence_id"].string_param = uuid.uuid4().hex
-        message.parameters["sequence_start"].bool_param = True
-        message.parameters["sequence_end"].bool_param = True
+        place = request.place or Place(uuid.uuid4().hex, start=True, end=True)
+        if isinstance(place.conversation, int):
+            message.parameters["sequence_id"].int64_param = place.conversation
+        else:
+            message.parameters["sequence_id"].string_param = place.conversation
+        message.parameters["sequence_start"].bool_param = place.start
+        message.parameters["sequence_end"].bool_param = place.end
     for name, value in request.fields.items():
         datatype, count, content = _encode(value)
         message.inputs.add(name=name, datatype=datatype, shape=[1, count])

@@ -155,14 +155,14 @@ class BlockCache:
         table.extend(self._take() for _ in range(missing))
         return True
 
-    def extend(self, table: list[int], tokens: int) -> bool:
+    def extend(self, table: list[int], tokens: int, spare: int = 0) -> bool:
         """Append blocks to ``table`` until it holds ``tokens`` tokens.
 
         Returns:
-            False, with nothing changed, when too few blocks can be handed out.
+            False, with nothing changed, unless ``spare`` blocks could still be handed out afterwards.
         """
         missing = blocks_for(tokens, self.block_size) - len(table)
-        if missing > self._available:
+        if missing + spare > self._available:
             return False
         table.extend(self._take() for _ in range(missing))
         return True

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvloom.admin import admits
-from kvloom.errors import InvalidArgument
+from kvloom.errors import InvalidArgument, RequestError
+from kvloom.request import Delta, FinishReason, Sink
 from kvloom.serving.fields import Inputs, one
 from kvloom.serving.sampling import json_object, validate
 
 if TYPE_CHECKING:
+    # `generate` needs no engine
+    from kvloom.conversations import ConversationId
     from kvloom.loop import Loop
+    from kvloom.turns import Turns
 
 PING = json.dumps({"op": "ping"})
 
-ConversationId = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1, max_length=128)]
+_ConversationId = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Control(BaseModel):
@@ -33,7 +37,7 @@ class Control(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     op: Literal["end", "status", "cancel", "ping", "flush", "drain"]
-    conversation: ConversationId | None = None
+    conversation: _ConversationId | None = None
     admin_token: str | None = None
     timeout_s: Annotated[float, Field(ge=0)] | None = None
 
@@ -85,3 +89,38 @@ def act_on_server(control: Control, loop: "Loop", admin_token: str, reply: Calla
 def answer(control: Control, **result: Any) -> str:
     """The text_output of a control that worked."""
     return json.dumps({"op": control.op, "ok": True, **result})
+
+
+def act(control: Control, own: "ConversationId", loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
+    """Do what a control request asks for, between two steps; its answer goes to ``sink``.
+
+    Args:
+        control: what to do.
+        own: the request's own conversation, meant where the control names none.
+        loop: whose thread does it.
+        kv_dtype: dtype of the cache, for status.
+        admin_token: the setting of that name.
+        sink: of the request.
+
+    Raises:
+        InvalidArgument: drain without the right token.
+    """
+    conversation = own if control.conversation is None else control.conversation
+
+    def reply(**result: object) -> None:
+        sink(Delta(answer(control, **result), (), FinishReason.STOP))
+
+    def on_conversation(turns: "Turns") -> None:
+        try:
+            if control.op == "cancel":
+                turns.cancel_running(conversation)
+                reply()
+            elif control.op == "end":
+                turns.end(conversation, reply)
+            else:
+                reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
+        except RequestError as error:
+            sink(Delta("", (), error=error))
+
+    if not act_on_server(control, loop, admin_token, reply):
+        loop.with_turns(on_conversation)

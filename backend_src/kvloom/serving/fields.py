@@ -24,6 +24,9 @@ RETURNED = {
 FORWARDED = "kvloom_forwarded"
 """Request parameter of a call into `llm` that takes errors as data, see ``Sender``."""
 
+SELF_CALL = "kvloom_link"
+"""Request parameter of what `llm` tells Triton about its own sequences, see ``Link``."""
+
 Inputs = Mapping[str, np.ndarray]
 
 

@@ -6,13 +6,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.serving.control import PING
+from kvloom.serving.fields import SELF_CALL
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,15 @@ def call(
     )
 
 
-def control_call(text: str, conversation: int | str | None = None, flags: int = START | END) -> Any:
+def control_call(
+    text: str,
+    conversation: int | str | None = None,
+    flags: int = START | END,
+    parameters: Mapping[str, Any] | None = None,
+) -> Any:
     """A call with a `control` input, on a fresh conversation unless one is named."""
     own = uuid.uuid4().hex if conversation is None else conversation
-    return call(own, flags, [tensor("control", text.encode(), np.object_)])
+    return call(own, flags, [tensor("control", text.encode(), np.object_)], parameters=parameters)
 
 
 def tensor(name: str, value: object, dtype: type) -> Any:
@@ -87,33 +93,95 @@ class Calls:
             self._kept.clear()
 
 
-class Link:
-    """Ends sequences in Triton that `llm` does not keep, from a thread of its own; changes no state of the engine."""
+RETRY_S, TRIES = 0.2, 50
+"""Pause after a call that did not come through, as before the model is ready, and how often it is made."""
 
-    def __init__(self) -> None:
+UNKNOWN = "START flag"
+"""Part of what Triton says of an id that it does not know."""
+
+
+class Link:
+    """Ends sequences in Triton that `llm` does not keep, and starts those that it keeps from an earlier life.
+
+    `llm` calls itself, from a thread of its own; such calls change no state of the engine. Its clients act on the same
+    ids meanwhile. What they start is not ended: `taken` takes back what is not done yet, and what was being done just
+    then is told to `ended`, which may have it started again.
+
+    Attributes:
+        secret: by this request parameter's value `llm` knows its own calls.
+    """
+
+    def __init__(self, ended: Callable[[int | str], None]):
+        """Start the thread. Args: ended: told of each id that Triton has been made to forget; must not block."""
+        self.secret = uuid.uuid4().hex
+        self._ended = ended
+        self._lock = threading.Lock()
+        # the flag that each id shall get, and how often that was tried
+        self._wanted: dict[int | str, tuple[int, int]] = {}
         self._inbox: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
         self._calls = Calls()
         self._thread = threading.Thread(target=self._run, name="kvloom-link", daemon=True)
         self._thread.start()
 
     def end(self, conversation: int | str) -> None:
-        """Free the slot that Triton still holds for a conversation."""
-        self._inbox.put(conversation)
+        """Free the slot that Triton holds for a conversation."""
+        self._want(conversation, END)
+
+    def start(self, conversation: int | str) -> None:
+        """Let Triton take turns of a conversation that no client has started with it."""
+        self._want(conversation, START)
+
+    def taken(self, conversation: int | str) -> None:
+        """A client has started a conversation of this id."""
+        with self._lock:
+            self._wanted.pop(conversation, None)
 
     def stop(self) -> None:
         """End the thread after the call it is in; what is queued is left, Triton goes down too."""
-        while not self._inbox.empty():
-            self._inbox.get()
+        self._stopping.set()
         self._inbox.put(None)
         self._thread.join()
         self._calls.stop()
 
+    def _want(self, conversation: int | str, flag: int, tries: int = 0) -> None:
+        with self._lock:
+            self._wanted[conversation] = (flag, tries)
+        self._inbox.put(conversation)
+
     def _run(self) -> None:
-        while (conversation := self._inbox.get()) is not None:
-            try:
-                for response in self._calls.responses(control_call(PING, conversation, END)):
-                    if response.has_error():
-                        # the client itself ended or restarted it meanwhile
-                        log.info("conversation %s: %s", conversation, response.error().message())
-            except pb_utils.TritonModelException:
-                log.exception("conversation %s could not be ended in Triton", conversation)
+        while (conversation := self._inbox.get()) is not None and not self._stopping.is_set():
+            with self._lock:
+                flag, tries = self._wanted.pop(conversation, (0, 0))
+            if not flag:
+                continue
+            error = self._call(conversation, flag)
+            if error is None:
+                if flag == END:
+                    self._ended(conversation)
+                continue
+            what = (
+                f"conversation {conversation} could not be {'ended' if flag == END else 'started'} in Triton: {error}"
+            )
+            if tries + 1 == TRIES or self._stopping.wait(RETRY_S):
+                log.error(what)
+                continue
+            log.info(what)
+            with self._lock:
+                newer = conversation in self._wanted
+            if not newer:
+                self._want(conversation, flag, tries + 1)
+
+    def _call(self, conversation: int | str, flag: int) -> str | None:
+        """Make one call; returns what went wrong."""
+        try:
+            for response in self._calls.responses(
+                control_call(PING, conversation, flag, parameters={SELF_CALL: self.secret})
+            ):
+                if response.has_error():
+                    text = response.error().message()
+                    # a client may have ended it meanwhile
+                    return None if flag == END and UNKNOWN in text else text
+        except pb_utils.TritonModelException as error:
+            return str(error)
+        return None

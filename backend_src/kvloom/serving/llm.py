@@ -3,23 +3,26 @@
 import gc
 import json
 import logging
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from kvloom.assemble import Assembly, assemble
 from kvloom.config import Settings
+from kvloom.conversations import ConversationId, Turn
 from kvloom.engine import Engine
-from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError
+from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.loop import Loop
-from kvloom.serving.control import read_control
-from kvloom.serving.fields import FORWARDED, prompt_kind, read, returned
+from kvloom.request import Sequence
+from kvloom.serving.control import act, read_control
+from kvloom.serving.fields import FORWARDED, SELF_CALL, prompt_kind, read, returned
 from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.sender import CancelWatcher, Sender
 from kvloom.serving.stream import Outboxes, ResponseStream, fail
-from kvloom.serving.turns import Turns
 from kvloom.serving.wire import decode, encoder
+from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +34,36 @@ class LlmModel:
         """Read the settings, load the model, start the threads."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         parameters = json.loads(args["model_config"])["parameters"]
+        self._link = Link(self._forgotten_by_triton)
         try:
             settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
             self._loop = Loop(lambda: self._assemble(settings))
         except SetupError as error:
+            self._link.stop()
             log.error("%s", error)
             raise pb_utils.TritonModelException(str(error)) from error
         self._outboxes = Outboxes()
         self._watcher = CancelWatcher()
-        self._link = Link()
-        self._turns = Turns(self._loop, self._assembly.limits.kv_dtype, settings.admin_token)
+        self._admin_token = settings.admin_token
         self._metrics = Metrics(self._loop)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         for request in requests:
-            forwarded = FORWARDED in json.loads(request.parameters() or "{}")
-            sender, outbox = Sender(request, errors_as_data=forwarded), self._outboxes.take()
+            parameters = json.loads(request.parameters() or "{}")
+            sender, outbox = Sender(request, errors_as_data=FORWARDED in parameters), self._outboxes.take()
+            error: RequestError
             try:
-                self._submit(request, sender, outbox)
-            except RequestError as error:
-                fail(outbox, sender, error)
-            except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
+                self._submit(request, parameters, sender, outbox)
+                continue
+            except RequestError as refused:
+                error = refused
+            except Exception as fault:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s failed before it reached the engine", request.request_id())
-                fail(outbox, sender, Internal(f"the request could not be read: {error}"))
+                error = Internal(f"the request could not be read: {fault}")
+            fail(outbox, sender, error)
+            conversation, start, end = request.correlation_id(), *_flags(request)
+            self._loop.with_turns(partial(Turns.refused, conversation_id=conversation, start=start, end=end))
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
@@ -68,28 +77,42 @@ class LlmModel:
         gc.collect()
 
     def _assemble(self, settings: Settings) -> Engine:
-        self._assembly: Assembly = assemble(settings)
+        self._assembly: Assembly = assemble(settings, self._link)
         return self._assembly.engine
 
-    def _submit(self, request: Any, sender: Sender, outbox: Any) -> None:
+    def _forgotten_by_triton(self, conversation: ConversationId) -> None:
+        self._loop.with_turns(lambda turns: turns.forgotten_by_triton(conversation))
+
+    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Any) -> None:
         inputs = read(request)
         kind = prompt_kind(inputs)
         conversation = request.correlation_id()
-        tokenizer = self._assembly.tokenizer
+        start, end = _flags(request)
+        tokenizer, limits = self._assembly.tokenizer, self._assembly.limits
         if kind == "control":
-            encode = encoder(returned(inputs), tokenizer)
-            self._turns.control(read_control(inputs), conversation, ResponseStream(sender, outbox, encode))
+            stream = ResponseStream(sender, outbox, encoder(returned(inputs), tokenizer))
+            act(read_control(inputs), conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
+            # after what it asks for: a refused one is heard of in `execute`
+            own_call = parameters.get(SELF_CALL) == self._link.secret
+            self._loop.with_turns(lambda turns: _follow(turns, conversation, start, end, own_call))
             return
-        if request.flags() != START | END:
-            if request.flags() == START:
-                self._link.end(conversation)
-            raise InvalidArgument(
-                "sequence_start, sequence_end",
-                "set both on every request; conversations of several turns are not supported yet",
-            )
-        call = decode(request, kind, inputs, tokenizer, self._assembly.limits)
-        encode = encoder(call.outputs, tokenizer, len(call.request.prompt_ids), call.echo)
+        call = decode(request, kind, start, inputs, tokenizer, limits)
+        sequence = Sequence(call.request)
+        encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
-        sequence = self._loop.submit(call.request, stream)
-        self._turns.add(conversation, sender, sequence)
+        self._loop.take_turn(Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.kv))
         self._watcher.watch(sender, lambda: self._loop.cancel(sequence))
+
+
+def _flags(request: Any) -> tuple[bool, bool]:
+    """Whether a request begins and ends its sequence in Triton."""
+    flags = request.flags()
+    return bool(flags & START), bool(flags & END)
+
+
+def _follow(turns: Turns, conversation: ConversationId, start: bool, end: bool, own_call: bool) -> None:
+    """Do what the flags of a control request mean for its own conversation."""
+    if end and not own_call:
+        turns.ended_in_triton(conversation)
+    elif not end:
+        turns.began_in_triton(conversation)

@@ -37,6 +37,7 @@ FAMILIES = {
 GAUGES: dict[str, tuple[str, dict[str, str]]] = {
     "running": ("kvloom_requests_running", {}),
     "waiting": ("kvloom_requests_waiting", {}),
+    "conversations": ("kvloom_conversations", {}),
     "blocks_free": ("kvloom_blocks", {"state": "free"}),
     "blocks_used": ("kvloom_blocks", {"state": "used"}),
     "blocks_cached": ("kvloom_blocks", {"state": "cached"}),
@@ -67,8 +68,7 @@ class Metrics:
             for name, (kind, description) in FAMILIES.items()
         }
         self._metrics: dict[tuple[str, ...], pb_utils.Metric] = {}
-        # shown from the start, though nothing moves them yet: no conversation outlives its turn, no policy drops blocks
-        self._metric("kvloom_conversations")
+        # shown from the start, though nothing moves it yet: no policy drops blocks
         self._metric("kvloom_evicted_blocks_total", policy="full")
         for name, (kind, _) in FAMILIES.items():
             if kind == "HISTOGRAM":

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from kvloom.chat import parse_messages
+from kvloom.chat import Message, parse_messages
 from kvloom.engine import Limits
 from kvloom.errors import InvalidArgument
-from kvloom.request import Delta, Request
+from kvloom.request import Delta, Request, Sequence
 from kvloom.serving.fields import Inputs, flag, many, one, returned
 from kvloom.serving.options import read_kv, read_options
 from kvloom.serving.sampling import sampling_params
@@ -26,24 +26,31 @@ class Call:
     """A request as it came through Triton.
 
     Attributes:
-        request: what the engine shall do.
+        request: what the engine shall do; without a prompt, where that depends on the conversation.
+        messages: the new messages, where the prompt is of that kind.
+        rendered: for a start with messages: what the chat template made of them.
+        kv: what it asks of the cache; None where a turn leaves that to the conversation's first one.
         interval_s: least time between responses; infinite for an answer that is sent whole.
         echo: what the answer begins with.
         outputs: names of the optional outputs that were asked for.
     """
 
     request: Request
+    messages: list[Message] | None
+    rendered: str
+    kv: dict[str, object] | None
     interval_s: float
     echo: str
     outputs: frozenset[str]
 
 
-def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> Call:
+def decode(request: Any, kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> Call:
     """Read a ``pb_utils.InferenceRequest`` with a prompt.
 
     Args:
         request: the request.
         kind: which prompt it has.
+        start: it begins a conversation.
         inputs: its inputs.
         tokenizer: of the model.
         limits: of the engine.
@@ -63,10 +70,17 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits
         logprobs = params.logprobs or 0
     elif "cumulative_logprob" in outputs:
         logprobs = 0
+    messages = parse_messages(one(inputs, "messages")) if kind == "messages" else None
+    rendered = tokenizer.render_chat(messages) if messages is not None and start else ""
+    if messages is None:
+        ids = _prompt_ids(kind, start, inputs, tokenizer, limits)
+    else:
+        # what a later turn adds depends on how the one before it ends
+        ids = tokenizer.encode_rendered(rendered, limits.context_length) if start else []
     return Call(
         request=Request(
             id=request.request_id(),
-            prompt_ids=tuple(_prompt_ids(kind, inputs, tokenizer, limits)),
+            prompt_ids=tuple(ids),
             params=params,
             arrival=arrival,
             logprobs=logprobs,
@@ -75,6 +89,9 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits
             cache_salt=options.cache_salt,
             retain_s=kv.retain_s,
         ),
+        messages=messages,
+        rendered=rendered,
+        kv=kv.model_dump() if start or "kv" in inputs else None,
         interval_s=options.stream_interval_ms / 1e3 if stream else float("inf"),
         echo=one(inputs, "text_input") if echoes else "",
         outputs=outputs,
@@ -82,9 +99,16 @@ def decode(request: Any, kind: str, inputs: Inputs, tokenizer: Tokenizer, limits
 
 
 def encoder(
-    outputs: frozenset[str], tokenizer: Tokenizer, num_input_tokens: int = 0, echo: str = ""
+    outputs: frozenset[str], tokenizer: Tokenizer, sequence: Sequence | None = None, echo: str = ""
 ) -> Callable[[Delta], list[Any]]:
-    """Makes the output tensors (``pb_utils.Tensor``, each [1, n]) of one answer's responses, in their order."""
+    """Makes the output tensors (``pb_utils.Tensor``, each [1, n]) of one answer's responses, in their order.
+
+    Args:
+        outputs: names of the optional outputs that were asked for.
+        tokenizer: of the model.
+        sequence: the answer's; its prompt may become known later.
+        echo: what the answer begins with.
+    """
     cumulative = 0.0
 
     def encode(delta: Delta) -> list[Any]:
@@ -94,7 +118,8 @@ def encoder(
         if "finish_reason" in outputs:
             tensors.append(string("finish_reason", delta.finish_reason or ""))
         if "num_input_tokens" in outputs:
-            tensors.append(pb_utils.Tensor("num_input_tokens", np.array([[num_input_tokens]], dtype=np.uint32)))
+            count = 0 if sequence is None else len(sequence.request.prompt_ids)
+            tensors.append(pb_utils.Tensor("num_input_tokens", np.array([[count]], dtype=np.uint32)))
         if "num_output_tokens" in outputs:
             tensors.append(pb_utils.Tensor("num_output_tokens", np.array([[len(delta.tokens)]], dtype=np.uint32)))
         if "token_ids" in outputs:
@@ -118,11 +143,12 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [entry(token.id, token.logprob) | {"top": [entry(*top) for top in token.top]} for token in delta.tokens]
 
 
-def _prompt_ids(kind: str, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> list[int]:
+def _prompt_ids(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> list[int]:
     if kind == "text_input":
-        return tokenizer.encode(one(inputs, "text_input"), limits.context_length)
-    if kind == "messages":
-        return tokenizer.encode_chat(parse_messages(one(inputs, "messages")), limits.context_length)
+        text = one(inputs, "text_input")
+        if start or not text:
+            return tokenizer.encode(text, limits.context_length)
+        return tokenizer.encode_piece(text, "text_input", limits.context_length)
     ids = many(inputs, "input_ids")
     wrong = [token for token in ids if not 0 <= token < limits.vocab_size]
     if wrong:

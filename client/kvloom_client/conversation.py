@@ -1,0 +1,186 @@
+"""Conversations: turns of one Triton sequence, whose cache the server keeps between them."""
+
+import uuid
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+from kvloom_client.answer import Answer, join
+from kvloom_client.errors import Cancelled, ConnectionFailed, KvloomClientError, NotFound, RequestFailed
+from kvloom_client.request import Place, Request, RequestArguments, build_request
+
+if TYPE_CHECKING:
+    from kvloom_client.aio import AsyncClient, AsyncStream
+    from kvloom_client.client import Client
+    from kvloom_client.stream import Stream
+
+
+class _Turns:
+    """What both conversations know of their turns.
+
+    Attributes:
+        id: the sequence id.
+        begun: whether the server has it, as far as is known here: a turn begins it otherwise.
+    """
+
+    def __init__(self, conversation: int | str | None):
+        self.id = uuid.uuid4().hex if conversation is None else conversation
+        self.begun = False
+
+    def _request(self, last: bool, **request: Any) -> Request:
+        place = Place(self.id, start=not self.begun, end=last)
+        made = build_request(place=place, **request)
+        # unless it is refused: also when the answer is given up before anything of it has come
+        self.begun = not last
+        return made
+
+    def _told(self, start: bool, error: KvloomClientError) -> None:
+        # one that another client restarted is there, with other content
+        refused = isinstance(error, RequestFailed) and not isinstance(error, Cancelled)
+        unsent = isinstance(error, ConnectionFailed) and not error.sent
+        if isinstance(error, NotFound) or (start and (refused or unsent)):
+            self.begun = False
+
+
+class Conversation(_Turns):
+    """A conversation over gRPC, made by ``Client.conversation``. As a context manager it is ended on leaving.
+
+    The first turn begins it on the server, the later ones say only what is new. A conversation that the server has
+    lost (idle for too long, evicted, restarted) fails with NotFound; the turn after that begins a new one of the same
+    id, so it must say all that is to be known.
+
+    One turn after the other; while one is on its way, another thread may ``interrupt`` it.
+    """
+
+    def __init__(self, client: "Client", conversation: int | str | None = None):
+        """Args: client: whom to ask. conversation: the sequence id; None mints one."""
+        super().__init__(conversation)
+        self._client = client
+
+    def stream(
+        self,
+        *,
+        last: bool = False,
+        timeout: float | None = None,
+        retries: int = 0,
+        **request: Unpack[RequestArguments],
+    ) -> "Stream":
+        """Say something and get the answer's chunks as they come; ``Client.stream`` explains the arguments.
+
+        Args:
+            last: the conversation ends with this turn.
+            timeout: seconds for the whole answer, retries included.
+            retries: how often to ask again where that is safe.
+            request: what is new, and how to sample.
+        """
+        start = not self.begun
+        made = self._request(last, stream=True, **request)
+        return self._client._send(made, timeout, retries, lambda error: self._told(start, error))
+
+    def generate(
+        self,
+        *,
+        last: bool = False,
+        timeout: float | None = None,
+        retries: int = 0,
+        **request: Unpack[RequestArguments],
+    ) -> Answer:
+        """Say something and wait for the whole answer; the arguments are those of ``stream``.
+
+        Raises:
+            NotFound: the server has lost the conversation.
+            RequestFailed: the server answered with another error; the conversation is as before the turn.
+            TransportError: the answer did not arrive, or not whole.
+        """
+        start = not self.begun
+        made = self._request(last, stream=False, **request)
+        with self._client._send(made, timeout, retries, lambda error: self._told(start, error)) as stream:
+            return join(list(stream))
+
+    def interrupt(self, timeout: float | None = None) -> None:
+        """End the answer that is on its way (barge-in): its stream ends as ``cancelled``, with all that was said.
+
+        What was said stays part of the conversation. From any thread.
+        """
+        self._client.control("cancel", self.id, timeout=timeout)
+
+    def status(self, timeout: float | None = None) -> dict[str, Any]:
+        """What the server keeps of it: ``tokens``, ``blocks``, ``dtype``, ``policy``, ``idle_s``, ``busy``."""
+        return self._client.control("status", self.id, timeout=timeout)
+
+    def end(self, timeout: float | None = None) -> None:
+        """Let the server forget it, after the turns that are on their way; nothing happens where it has none."""
+        if self.begun:
+            self.begun = False
+            try:
+                self._client.control("end", self.id, timeout=timeout)
+            except NotFound:
+                return  # as wanted
+
+    def __enter__(self) -> "Conversation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+class AsyncConversation(_Turns):
+    """A conversation over gRPC, made by ``AsyncClient.conversation``; as ``Conversation``."""
+
+    def __init__(self, client: "AsyncClient", conversation: int | str | None = None):
+        """Args: client: whom to ask. conversation: the sequence id; None mints one."""
+        super().__init__(conversation)
+        self._client = client
+
+    def stream(
+        self,
+        *,
+        last: bool = False,
+        timeout: float | None = None,
+        retries: int = 0,
+        **request: Unpack[RequestArguments],
+    ) -> "AsyncStream":
+        """Say something and get the answer's chunks as they come; as ``Conversation.stream``."""
+        start = not self.begun
+        made = self._request(last, stream=True, **request)
+        return self._client._send(made, timeout, retries, lambda error: self._told(start, error))
+
+    async def generate(
+        self,
+        *,
+        last: bool = False,
+        timeout: float | None = None,
+        retries: int = 0,
+        **request: Unpack[RequestArguments],
+    ) -> Answer:
+        """Say something and wait for the whole answer; as ``Conversation.generate``."""
+        start = not self.begun
+        made = self._request(last, stream=False, **request)
+        async with self._client._send(made, timeout, retries, lambda error: self._told(start, error)) as stream:
+            return join([chunk async for chunk in stream])
+
+    async def interrupt(self, timeout: float | None = None) -> None:
+        """End the answer that is on its way; as ``Conversation.interrupt``."""
+        await self._client.control("cancel", self.id, timeout=timeout)
+
+    async def status(self, timeout: float | None = None) -> dict[str, Any]:
+        """What the server keeps of it; as ``Conversation.status``."""
+        return await self._client.control("status", self.id, timeout=timeout)
+
+    async def end(self, timeout: float | None = None) -> None:
+        """Let the server forget it; as ``Conversation.end``."""
+        if self.begun:
+            self.begun = False
+            try:
+                await self._client.control("end", self.id, timeout=timeout)
+            except NotFound:
+                return  # as wanted
+
+    async def __aenter__(self) -> "AsyncConversation":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end()
