@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load test test-all lint clean
+.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-all lint clean
 
 setup: .venv/.ready
 
@@ -19,6 +19,18 @@ serve: setup
 
 load: setup
 	$(BIN)/python load/run.py run
+
+bench: setup
+	$(BIN)/python load/benchmark.py run
+
+bench-peers: setup
+	$(BIN)/python load/benchmark.py peers
+
+kernel-audit: setup
+	$(BIN)/python gpu/audit.py
+
+gpu-check: setup
+	$(BIN)/python gpu/check.py
 
 lint: setup
 	$(BIN)/ruff check .

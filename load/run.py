@@ -4,7 +4,6 @@
 servers themselves, on free ports, and write build/reports/NAME.json and NAME.html, with Locust's own pages beside them.
 """
 
-import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from kvloom_load.comparisons import COMPARISONS, Comparison, Configuration, serv
 from kvloom_load.drive import USERS, Plan, drive
 from kvloom_load.figures import Target, add_efficiency, row
 from kvloom_load.lengths import DEFAULT_FILE
+from kvloom_load.machine import cpu
 from kvloom_load.scenarios import SCENARIOS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -117,7 +117,7 @@ def _test(
         "target": asdict(target),
         "answer_timeout_s": answer_timeout,
         "seed": plan.seed,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu(),
         "versions": {name: version(name) for name in ("kvloom", "locust", "nvidia-pytriton", "torch")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -38,9 +38,11 @@ def metrics(server: Server) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("kvloom_"))}
 
 
-def assert_idle(server: Server, within: float = 5.0) -> None:
-    """Within so many seconds nothing runs, waits or holds a block any more."""
-    names = ("kvloom_requests_running", "kvloom_requests_waiting", 'kvloom_blocks{state="used"}')
+def assert_idle(server: Server, within: float = 5.0, conversations: bool = False) -> None:
+    """Within so many seconds nothing runs or waits any more, and nobody but conversations holds a block."""
+    names = ["kvloom_requests_running", "kvloom_requests_waiting"]
+    if not conversations:
+        names += ["kvloom_conversations", 'kvloom_blocks{state="used"}']
     deadline = time.monotonic() + within
     idle_since = None
     while True:

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from kvloom.errors import LaunchError, SettingsError
 from kvloom.launch import Server
-from kvloom.ops.linear import kernel_rows
+from kvloom.ops.linear_float import kernel_rows
 from kvloom.repository import ModelRepository
 from kvloom_client import Answer, Client, InvalidArgument, RequestFailed, Unavailable, wire
 from kvloom_client.answer import join

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.interrupts import Interrupts
+from kvloom.terminal import Chat
 from server import assert_idle, canary
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")
@@ -118,15 +120,38 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_the_conversation(server, termina
     terminal.wait_for(r"lighthouse\.\r\n.{20}")
     terminal.type("\x03")
     terminal.wait_for(SPEED + ".*> ", within=10)
-    assert_idle(server)
+    assert_idle(server, conversations=True)
     # the story and the question are still known
-    terminal.type("/system Be brief.\n")
-    terminal.wait_for("> ")
     terminal.type("Where does the story take place? Answer in three words.\n")
     answer = terminal.wait_for(SPEED + ".*> ")
     assert "lighthouse" in answer.lower().split("three words.", 1)[1]
     terminal.type("\x04")
     assert terminal.process.wait(10) == 0
+
+
+def test_a_conversation_that_the_server_has_lost_is_told_again(server, client, monkeypatch, capsys):
+    lines = iter([FRANCE, "And of Germany?"])
+    with Interrupts() as interrupts:
+        chat = Chat(client, {"temperature": 0.0, "max_tokens": 12}, interrupts)
+
+        def type_next(prompt: str) -> str:
+            if chat._history:
+                client.control("end", chat._conversation.id)
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", type_next)
+        monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 - closed with the test
+        chat.run()
+    captured = capsys.readouterr()
+    assert "telling it again" in captured.err
+    first, second = captured.out.splitlines()
+    messages = [{"role": "user", "content": FRANCE}, {"role": "assistant", "content": first}]
+    messages += [{"role": "user", "content": "And of Germany?"}]
+    assert client.generate(messages=messages, temperature=0.0, max_tokens=12).text == second
+    assert_idle(server)
 
 
 def test_ctrl_c_at_the_prompt_leaves(terminal):

@@ -1,13 +1,15 @@
 """Conversations on a real server: Triton sequences, their ids, flags and control requests."""
 
 import json
+import os
+import signal
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
-from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, Unavailable
+from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
 from kvloom_client.request import Place, build_control
 from server import assert_idle, metrics
 from tiny_server import GREEDY, Tiny, tokens
@@ -299,3 +301,44 @@ def test_clients_that_die_without_an_end(tiny):
                 talk.generate(input_ids=tokens(2, 5), timeout=10)
             for talk in talks:
                 talk.end()
+
+
+def test_conversations_survive_a_killed_server(tiny, tmp_path):
+    settings = {"journal_dir": tmp_path / "journal", "kv_blocks": 512}
+    with tiny.serve(**settings) as server, Client(server.grpc_url) as client:
+        histories = {}
+        for name in (7, "7"):
+            said = client.conversation(name).generate(input_ids=tokens(1, 40), max_tokens=8, **GREEDY).token_ids
+            histories[name] = [*tokens(1, 40), *said]
+        talk = client.conversation("begun")
+        running = talk.stream(input_ids=tokens(2, 5), max_tokens=3000, **GREEDY, timeout=60)
+        next(running)
+        talk = client.conversation(7)
+        talk.begun = True
+        second = talk.stream(input_ids=tokens(3, 5), max_tokens=3000, **GREEDY, timeout=60)
+        next(second)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        for stream in (running, second):
+            with pytest.raises(TransportError):
+                list(stream)
+    with tiny.serve(**settings) as server, tiny.client(server) as client:
+        eventually(lambda: conversations(server) == 2)
+        for name, history in histories.items():
+            talk = client.conversation(name)
+            talk.begun = True
+            # Triton hears of them from `llm` itself, soon after the start
+            answer = None
+            deadline = time.monotonic() + 10
+            while answer is None:
+                try:
+                    answer = talk.generate(input_ids=tokens(4, 5), max_tokens=8, **GREEDY, timeout=60)
+                except NotFound as error:
+                    assert "START flag" in error.text and time.monotonic() < deadline, error
+                    talk.begun = True
+            assert answer.num_input_tokens == len(history) + 5
+            assert answer.token_ids == fresh(client, [*history, *tokens(4, 5)])
+            talk.end()
+        talk = client.conversation("begun")
+        talk.begun = True
+        with pytest.raises(NotFound, match="^NOT_FOUND: conversation begun: lost$"):
+            talk.generate(input_ids=tokens(4, 5), timeout=60)

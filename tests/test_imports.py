@@ -17,6 +17,15 @@ PLAIN = {
 """The scheduler and what it stands on: no torch, neither directly nor through what they import."""
 
 
+def name_of(path: Path) -> str:
+    """A file's module; an __init__.py is its package."""
+    *folders, last = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(folders if last == "__init__" else [*folders, last])
+
+
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def imports_of(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     found = set()
@@ -26,15 +35,11 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & SUBMODULES or {node.module}
+            found |= inner & set(FILES) or {node.module}
     return found
 
 
-MODULES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): imports_of(path)
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if path.name != "__init__.py"
-}
+MODULES = {name: imports_of(path) for name, path in FILES.items()}
 
 
 def ours(module: str) -> set[str]:
@@ -104,3 +109,15 @@ def test_client_never_imports_the_server():
     assert files
     for path in files:
         assert not {name for name in imports_of(path) if name.split(".")[0] == "kvloom"}, path
+
+
+def test_a_server_without_a_gpu_never_imports_triton():
+    users = {module for module, names in MODULES.items() if "triton" in names}
+    assert users
+    assert all(module.startswith("kvloom.ops.gpu.") for module in users)
+
+
+@pytest.mark.parametrize("module", ["kvloom.gpu_step", "kvloom.graphs", "kvloom.step_buffers"])
+def test_a_step_on_a_gpu_needs_no_settings(module):
+    """So that the GPU check runs with little more than torch and triton."""
+    assert not {name for used in reached(module) | {module} for name in MODULES[used]} & {"pydantic", "gguf"}

@@ -224,6 +224,11 @@ def test_figures_of_a_run():
     assert figures["triton"]["llm"] == {"requests": 10, "mean_batch": 1.25, "batches": [[1, 6], [2, 2]], "queue_ms": 2}
     assert figures["triton"]["generate"]["mean_batch"] is None
     assert figures["timeline"]["tokens_per_s"] == [10, 10, 10, 11]
+    # in the last second the slow one's first token came, after 2.5 s, and its only gap ended after the test
+    first, between = figures["latencies"]["ttft_ms"], figures["latencies"]["itl_ms"]
+    assert [second["p50"] for second in first] == pytest.approx([300] * 4)
+    assert [second["p99"] > 2000 for second in first] == [False, False, False, True]
+    assert [second["p99"] for second in between] == pytest.approx([100] * 4)
     assert figures["locust"][0]["mean"] == 300
     json.dumps(figures, allow_nan=False)
 
@@ -262,7 +267,7 @@ def test_the_page_needs_nothing_else(written):
     assert not re.search(r'(src|href)="(?!#)', html)
     assert "url(http" not in html
     assert "test &lt;&amp;&gt;" in html
-    assert html.count("<svg") == html.count("</svg>") == 11
+    assert html.count("<svg") == html.count("</svg>") == 13
 
 
 LOOK = """
@@ -302,7 +307,7 @@ def test_the_page_in_a_browser(written, tmp_path):
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,4000", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     seen = json.loads(re.search(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)[1])
-    assert len(seen["plots"]) == 11
+    assert len(seen["plots"]) == 13
     for plot in seen["plots"]:
         assert plot["width"] > 300, plot
         assert plot["height"] > 80, plot

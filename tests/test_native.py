@@ -2,13 +2,16 @@
 
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvloom.fetch import cache_folder
+from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import library, stop_using_native, use_native
+from kvloom.ops.packed_memory import HUGE_PAGE, SLAB, HugePages
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch, caplog):
 def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):
     real = shutil.which("g++")
     assert real is not None
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # half the time
     assert use_native(tmp_path)
     first = list(tmp_path.glob("*.so"))
     assert use_native(tmp_path)
@@ -61,3 +65,31 @@ def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{compiler.parent}:/bin:/usr/bin")
     assert use_native(tmp_path)
     assert len(list(tmp_path.glob("*.so"))) == 2
+
+
+def test_weights_lie_in_huge_pages_one_behind_the_other():
+    allocate = HugePages()
+    first, second = allocate(100), allocate(3 * 2**20)
+    assert (first.numel(), second.numel()) == (100, 3 * 2**20)
+    assert first.data_ptr() % HUGE_PAGE == 0
+    assert second.data_ptr() == first.data_ptr() + 128
+    first.fill_(1)
+    second.fill_(2)
+    assert first.sum() == 100
+    if "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert huge_bytes(first.data_ptr()) >= HUGE_PAGE
+    larger = allocate(SLAB + 1)
+    assert larger.numel() == SLAB + 1
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes in huge pages of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no such mapping")

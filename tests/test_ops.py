@@ -10,9 +10,12 @@ from kvloom.fetch import cache_folder
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import kernel_rows, pack_linear
+from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear_float import kernel_rows
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.sampling import likeliest
+from paged_batch import attention_in_float64, paged_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -23,11 +26,12 @@ def _seed():
     torch.manual_seed(1)
 
 
-@pytest.fixture(params=["torch", "C++"], autouse=True)
-def _form(request):
-    if request.param == "C++":
-        assert use_native(cache_folder("ops")), "there is no compiler"
-    yield
+@pytest.fixture(params=["torch", "C++", "C++ for AVX2"], autouse=True)
+def form(request):
+    if request.param != "torch":
+        machine = "haswell" if "AVX2" in request.param else "native"
+        assert use_native(cache_folder("ops"), machine), "there is no compiler"
+    yield request.param
     stop_using_native()
 
 
@@ -86,7 +90,8 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
         starts.append(starts[-1] + count)
     lengths = torch.tensor([length for length, _ in shapes], dtype=torch.int32)
     starts_tensor = torch.tensor(starts, dtype=torch.int32)
-    together = paged_attention(torch.cat(queries), cache[0], cache[1], tables, starts_tensor, lengths, scale)
+    most = {"max_queries": max(count for _, count in shapes), "max_length": max(length for length, _ in shapes)}
+    together = paged_attention(torch.cat(queries), cache[0], cache[1], tables, starts_tensor, lengths, scale, **most)
     close(together, torch.cat(expected), dtype)
     for row, q in enumerate(queries):
         alone = paged_attention(
@@ -97,8 +102,91 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
             torch.tensor([0, len(q)], dtype=torch.int32),
             lengths[row : row + 1],
             scale,
+            **most,
         )
         assert torch.equal(alone, together[starts[row] : starts[row + 1]]), "an answer depends on its neighbours"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+def test_attention_of_every_shape(dtype, head_dim):
+    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding
+    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 75), (100, 33), (9, 9), (0, 2)]
+    for group, kv_heads, block_size in [(1, 2, 8), (2, 1, 64), (3, 3, 16), (5, 1, 24), (7, 1, 8), (8, 1, 32)]:
+        batch = paged_batch(shapes, group * kv_heads, kv_heads, head_dim, block_size, dtype)
+        close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_attention_to_a_cache_of_another_dtype(dtype, kv_dtype):
+    batch = paged_batch([(150, 40), (70, 1)], 4, 2, 64, 32, dtype, kv_dtype)
+    close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_the_same_however_it_is_divided(dtype, form):
+    """Bit for bit: among threads, into chunks, and beside whatever neighbours."""
+    if form == "torch":
+        pytest.skip("torch's products round by their sizes")
+    batch = paged_batch([(640, 640), (40, 33), (300, 1)], 4, 2, 64, 32, dtype)
+    long, *neighbours = batch.q.split(batch.query_starts.diff().tolist())
+
+    def attend_to(queries: list[torch.Tensor], rows: list[int], ends: list[int]) -> torch.Tensor:
+        starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
+        most = {"max_queries": max(map(len, queries)), "max_length": max(ends)}
+        caches, tables = (batch.k_cache, batch.v_cache), batch.block_tables[rows]
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        return paged_attention(torch.cat(queries), *caches, tables, starts, lengths, batch.scale, **most)
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = attend_to([long], [0], [640])
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            # few long tasks are divided among threads, many are not
+            assert torch.equal(attend_to([long[-1:]], [0], [640])[0], whole[-1])
+            assert torch.equal(attend_to([long[-50:]], [0], [640]), whole[-50:])
+            assert torch.equal(attend_to([long[300:333]], [0], [333]), whole[300:333])
+            beside = attend_to([neighbours[0], long[-1:], neighbours[1]], [1, 0, 2], [40, 640, 300])
+            assert torch.equal(beside[33], whole[-1])
+    finally:
+        torch.set_num_threads(threads)
+    close(whole[::100], attention_in_float64(batch)[0][:640:100], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_large_scores(dtype):
+    """Scores far apart: what is e^-1000 of the largest is nothing, and nothing overflows.
+
+    A score of 3,000 is rounded to a thousandth or so in fp32, and its weight with it.
+    """
+    batch = paged_batch([(300, 5)], 2, 1, 64, 32, dtype)
+    batch.q.mul_(300)
+    close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 9, "sinks": 2},
+        {"window": 60, "sinks": 20},
+        {"soft_cap": 0.5},
+        {"soft_cap": 30.0, "window": 7},
+    ],
+)
+def test_attention_with_windows_caps_and_mass(dtype, options):
+    batch = paged_batch([(70, 1), (37, 5), (33, 33), (5, 0), (129, 1), (64, 32)], 6, 2, 32, 16, dtype)
+    expected, expected_mass = attention_in_float64(batch, **options)
+    out = torch.full_like(batch.q, math.nan)
+    mass = torch.full((len(batch.seq_lens), 2, batch.block_tables.shape[1]), math.nan)
+    assert paged_attention(*batch.arguments, **batch.most, **options, mass=mass, out=out) is out
+    close(out, expected, dtype)
+    close(mass, expected_mass, torch.float32)
+    close(paged_attention(*batch.arguments, **batch.most, **options), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,6 +212,13 @@ def test_rope_kv_write(dtype):
         written = v_cache[slot // block_size, :, slot % block_size]
         assert torch.equal(written, qkv.view(tokens, -1, head_dim)[token, heads + kv_heads :])
     assert int(k_cache[:, 0, :, 0].isnan().logical_not().sum()) == tokens, "slots that belong to nobody were written"
+    # padding: queries as ever, and nothing written
+    before = k_cache.clone()
+    out = torch.full_like(q, math.nan)
+    padding = torch.full_like(slots, -1)
+    assert rope_kv_write(qkv, cos_sin, positions, padding, k_cache, v_cache, out) is out
+    assert torch.equal(out, q)
+    assert torch.equal(before.nan_to_num(7.0), k_cache.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,3 +262,19 @@ def test_packed_linear(dtype, out_features, in_features):
     # what a row gives must not depend on how many rows there are
     for rows in (1, 2, 3, 8, 17, 32, 64):
         assert torch.equal(linear(x[:rows].contiguous()), whole[:rows]), rows
+
+
+def test_likeliest_and_finite():
+    torch.manual_seed(5)
+    for vocab in (1, 7, 16, 33, 1000):
+        logits = torch.randn(40, vocab)
+        logits[0] = 3.0
+        logits[1, vocab // 2 :] = 9.0
+        logits[2] = -torch.finfo(torch.float32).max
+        logits[3, -1] = torch.nan
+        logits[4, 0] = torch.inf
+        logits[5, vocab // 2] = -torch.inf
+        tokens, fine = likeliest(logits)
+        assert fine.tolist() == [bool(np.isfinite(row).all()) for row in logits.numpy()]
+        assert fine.tolist().count(False) == 3
+        assert tokens[fine].tolist() == [int(np.argmax(row)) for row in logits[fine].numpy()]

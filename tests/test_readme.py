@@ -26,17 +26,19 @@ def first_column(table: str) -> set[str]:
 
 
 def test_there_are_snippets():
-    assert ["tritonclient" in snippet for snippet in SNIPPETS] == [True, False]
+    assert ["tritonclient" in snippet for snippet in SNIPPETS] == [True, False, False]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["tritonclient", "kvloom_client"])
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["tritonclient", "kvloom_client", "conversation"])
 def test_snippet(server, snippet):
     assert "127.0.0.1:8001" in snippet
     code = snippet.replace("127.0.0.1:8001", server.grpc_url)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) >= 3, run.stdout
-    if "kvloom_client" in snippet:
+    if "conversation" in snippet:
+        assert "'busy': False" in run.stdout
+    elif "kvloom_client" in snippet:
         assert " Paris." in run.stdout
         assert run.stdout.endswith("length 8\n")
     canary(server)

@@ -8,20 +8,22 @@ from pathlib import Path
 import torch
 
 from kvloom.config import Settings
-from kvloom.dtypes import CODECS, DTYPES
+from kvloom.dtypes import CODECS, DTYPES, activations_name
 from kvloom.engine import Engine, Limits
 from kvloom.errors import SettingsError
 from kvloom.fetch import cache_folder, default_model
+from kvloom.gpu_runner import GpuRunner
 from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry
 from kvloom.kv.storage import Storage
 from kvloom.measure import measure_costs
-from kvloom.memory import free_memory
 from kvloom.models.decoder import Decoder
+from kvloom.models.served import served_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native
+from kvloom.placement import free_on, with_device
 from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
@@ -49,24 +51,34 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
         SettingsError: a setting does not fit the model or the machine.
         ModelError: the model can't be loaded.
     """
+    settings = with_device(settings)
+    device = torch.device(settings.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     use_native(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
-    plan = plan_memory(spec, settings, free_memory())
-    dtype, codec = DTYPES[plan.weights_dtype], CODECS[plan.kv_dtype]
+    free = free_on(device)
+    plan = plan_memory(spec, settings, free.device, free.host)
+    dtype, codec = DTYPES[activations_name(settings)], CODECS[plan.kv_dtype]
+    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    decoder = Decoder(spec, files.load(dtype), dtype)
-    device = torch.device("cpu")
+    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer), dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
-    host_storage = Storage(codec, geometry, plan.swap_blocks, device)
-    runner = Runner(decoder, storage, host_storage, settings.block_size)
+    host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     cache = BlockCache(
         plan.blocks, settings.block_size, settings.prefix_cache, plan.retain_blocks, settings.test_block_hash
     )
     host = BlockPool(plan.swap_blocks)
     costs = measure_costs(decoder, storage, host_storage, settings.block_size)
+    if on_gpu:
+        limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
+        runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
+    else:
+        runner = Runner(decoder, storage, host_storage, settings.block_size)
     scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
     limits = Limits(
         context_length=plan.context_length,
@@ -78,7 +90,6 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
         conversation_idle_s=settings.conversation_idle_s,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
-    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
     engine = Engine(runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir))
     return Assembly(engine, tokenizer, limits)
 

@@ -121,7 +121,7 @@ def generate(
     )
     with _talking() as interrupts:
         with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
-            print_answer(client, request, [], interrupts)
+            print_answer(lambda: client.stream(**request), [], interrupts)
         if interrupts.event.is_set():
             raise KeyboardInterrupt
 
@@ -166,15 +166,17 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
+    import torch
     from rich.console import Console
 
-    from kvloom.memory import free_memory
     from kvloom.models.weights import open_model
+    from kvloom.placement import free_on, with_device
     from kvloom.plan_report import report
 
-    settings = _repository(model, assignments, model_repository).settings
+    settings = with_device(_repository(model, assignments, model_repository).settings)
     files = open_model(Path(settings.model))
-    result = report(settings.model, files.spec, settings, free_memory(), tuple(length or ()))
+    free = free_on(torch.device(settings.device))
+    result = report(settings.model, files.spec, settings, free.device, tuple(length or ()), free.host)
     if json:
         Console().print_json(data=result.values())
     else:

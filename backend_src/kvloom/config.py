@@ -20,9 +20,11 @@ class Settings(BaseModel):
 
     Attributes:
         model: ``default`` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder or a GGUF file.
-        device: where the model runs; ``auto`` takes the best there is.
-        weights: dtype of weights and activations; ``auto`` is bf16 where the CPU has bf16 instructions, else fp32.
-            ``fp32`` makes activations and cache fp32 too.
+        device: where the model runs: ``cpu``, ``cuda:0`` (or another number); ``auto`` is ``cuda:0`` where torch sees a
+            GPU, else ``cpu``.
+        weights: what the weights are; ``auto`` is bf16 on a GPU and where the CPU has bf16 instructions, else fp32.
+            ``fp32`` makes activations and cache fp32 too. ``int8`` rounds weights to groups of 8 bits; ``int4`` takes a
+            GGUF file's groups of 4 bits as they are; ``w8a8`` rounds weights and activations to INT8.
         kv_dtype: dtype of the cache; ``auto`` follows the activations.
         kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
             which is what weights, a step and swap_memory leave of it.
@@ -38,6 +40,7 @@ class Settings(BaseModel):
         max_conversations: most conversations; beyond it the least recently used idle one is dropped.
         conversation_idle_s: seconds after which an idle conversation is dropped; 0 is off.
         journal_dir: folder for the token ids of conversations, which survive a restart there; empty: they do not.
+            `kvloom serve` sets it.
         prefix_cache: let requests that begin with the same tokens share their blocks.
         threads: CPU threads of a step; 0 takes every core.
         stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.
@@ -50,8 +53,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = "default"
-    device: Literal["auto", "cpu"] = "auto"
-    weights: Literal["auto", "fp32", "bf16"] = "auto"
+    device: str = "auto"
+    weights: Literal["auto", "fp32", "bf16", "int8", "int4", "w8a8"] = "auto"
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     kv_memory: str = "auto"
     kv_blocks: NonNegative = 0
@@ -78,6 +81,13 @@ class Settings(BaseModel):
     def _power_of_two(cls, value: int) -> int:
         if value & (value - 1):
             raise ValueError("must be a power of two")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda:\d+", value):
+            raise ValueError('must be "auto", "cpu" or a GPU like "cuda:0"')
         return value
 
     @field_validator("kv_memory")

@@ -209,6 +209,7 @@ class Engine:
 
         A plan that was not carried out may have listed blocks that nobody computed, and counted on copies.
         """
+        self.failed_steps += 1
         self.fail_all(error)
         self.turns.forget_computed()
         self._cache.flush()

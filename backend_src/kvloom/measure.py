@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from kvloom.device import wait_for
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks
@@ -33,15 +34,18 @@ def measure_costs(decoder: Decoder, storage: Storage, host: Storage, block_size:
     request = Request(id="measure", prompt_ids=(0,) * tokens, params=SamplingParams(), arrival=0.0)
     sequence = Sequence(request)
     sequence.blocks = list(range(blocks_for(tokens, block_size)))
-    batch = build_batch([Slice(sequence, 0, tokens)], block_size)
+    device = storage.memory.device
+    batch = build_batch([Slice(sequence, 0, tokens)], block_size).to(device)
     blocks = min(COPY_BLOCKS, len(host.blocks), len(storage.blocks))
     moves = [(block, block) for block in range(blocks)]
     prefill_s = copy_s = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
         decoder.forward(batch, storage.layers)
+        wait_for(device)
         middle = time.perf_counter()
         copy_blocks(storage, host, moves)
+        wait_for(device)
         prefill_s = min(prefill_s, middle - start)
         copy_s = min(copy_s, time.perf_counter() - middle)
     return Costs(copy_block_s=copy_s / max(blocks, 1), compute_token_s=prefill_s / tokens)

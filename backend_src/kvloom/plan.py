@@ -4,12 +4,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvloom.config import Settings
-from kvloom.dtypes import CODECS, DTYPES, cache_name, weights_name
+from kvloom.dtypes import CODECS, DTYPES, activations_name, cache_name, weights_name
 from kvloom.errors import SettingsError
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.codec import BlockGeometry
 from kvloom.memory import size_bytes, size_text
-from kvloom.models.footprint import products_bytes, step_bytes, weights_bytes
+from kvloom.models import footprint, gpu_footprint
 from kvloom.models.spec import ModelSpec
 
 HEADROOM_SHARE = 0.1
@@ -25,12 +25,13 @@ class Plan:
     """Where the memory of one server goes. Sizes are in bytes.
 
     Attributes:
-        free: what the process can take before anything is loaded.
+        free: what the process can take before anything is loaded; on a GPU, of the GPU's memory.
+        host_free: what it can take of the host's memory, where that is another: for the swap pool.
         weights: loaded weights, as they are kept.
-        products: what the compiled products take once every size of step has come.
+        products: what the compiled products take once every size of step has come; on a GPU, what CUDA graphs keep.
         step: a step's tensors at their peak.
         headroom: what an automatic pool leaves alone.
-        weights_dtype: name of the dtype of weights and activations.
+        weights_dtype: what the weights are: fp32, bf16, int8, int4 or w8a8.
         kv_dtype: name of the cache's dtype.
         block_size: tokens in a block.
         block_bytes: size of a block.
@@ -42,6 +43,7 @@ class Plan:
     """
 
     free: int
+    host_free: int | None
     weights: int
     products: int
     step: int
@@ -74,20 +76,22 @@ class Plan:
     @property
     def left(self) -> int:
         """Free bytes that nothing is planned for, headroom included; below 0 where a chosen pool is too large."""
-        return self.free - self.weights - self.products - self.step - self.pool - self.swap
+        swap = self.swap if self.host_free is None else 0
+        return self.free - self.weights - self.products - self.step - self.pool - swap
 
     def sequences(self, length: int) -> int:
         """How many sequences of ``length`` tokens, answer included, the pool holds at once."""
         return self.blocks // blocks_for(length, self.block_size)
 
 
-def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
+def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int | None = None) -> Plan:
     """Plan a server's memory.
 
     Args:
         spec: the model's shape.
-        settings: the server's settings.
-        free: bytes that the process can take, nothing being loaded yet.
+        settings: the server's settings, the device being chosen.
+        free: bytes that the process can take where the model runs, nothing being loaded yet.
+        host_free: bytes that it can take of the host's memory; None where that is the same memory.
 
     Raises:
         SettingsError: a setting does not fit the model or the memory; says what to do.
@@ -95,39 +99,47 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int) -> Plan:
     context = settings.context_length or spec.context_length
     if context > spec.context_length:
         raise SettingsError(f"setting context_length={context}: the model was made for {spec.context_length} tokens")
-    dtype, codec = DTYPES[weights_name(settings)], CODECS[cache_name(settings)]
+    dtype, codec = DTYPES[activations_name(settings)], CODECS[cache_name(settings)]
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     block_bytes = codec.block_bytes(geometry)
     # each running sequence computes at least one token in every step
     most_running = min(settings.max_running, settings.max_batch_tokens)
-    weights = weights_bytes(spec, dtype)
-    products = products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
+    sizes = gpu_footprint if settings.device.startswith("cuda") else footprint
+    weights = sizes.weights_bytes(spec, weights_name(settings), dtype)
+    products = sizes.products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
     swap_blocks = size_bytes(settings.swap_memory) // block_bytes
     swap = swap_blocks * block_bytes
+    swap_here = swap if host_free is None else 0
+    if host_free is not None and swap > host_free:
+        raise SettingsError(
+            f"setting swap_memory={settings.swap_memory!r}: only {size_text(host_free)} of host memory is free; "
+            "lower it (0 is off)"
+        )
 
     def step(blocks: int) -> int:
         # no sequence outgrows the pool
         longest = min(context, blocks * settings.block_size)
-        return step_bytes(spec, dtype, codec.dtype.itemsize, settings.max_batch_tokens, most_running, longest)
+        return sizes.step_bytes(spec, dtype, codec.dtype.itemsize, settings.max_batch_tokens, most_running, longest)
 
     if settings.kv_blocks or settings.kv_memory != "auto":
         blocks = _chosen_blocks(settings, free, block_bytes)
-        _check_swap(settings, free - blocks * block_bytes, swap)
+        _check_swap(settings, free - blocks * block_bytes, swap_here)
     else:
         most = most_running * blocks_for(context, settings.block_size)
-        room = free - weights - products - headroom - swap
+        room = free - weights - products - headroom - swap_here
         blocks = bisect_right(range(most + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
         if blocks < 1:
             raise SettingsError(
                 f"setting kv_memory='auto': not one block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
                 f"weights take {size_text(weights)}, compiled products {size_text(products)}, "
-                f"a step {size_text(step(1))}, swap_memory {size_text(swap)}, headroom {size_text(headroom)}: "
+                f"a step {size_text(step(1))}, swap_memory {size_text(swap_here)}, headroom {size_text(headroom)}: "
                 "free memory, lower swap_memory, max_batch_tokens or max_running, "
                 "or choose the size with kv_memory"
             )
     return Plan(
         free=free,
+        host_free=host_free,
         weights=weights,
         products=products,
         step=step(blocks),

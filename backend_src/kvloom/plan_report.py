@@ -69,12 +69,14 @@ class Report:
         table = Table(show_header=False)
         table.add_column()
         table.add_column(justify="right")
-        table.add_row("free memory", size_text(plan.free))
+        table.add_row("free memory" if plan.host_free is None else "free memory of the GPU", size_text(plan.free))
         table.add_row(f"weights ({plan.weights_dtype})", size_text(plan.weights))
-        table.add_row("compiled products, in time", size_text(plan.products))
+        products = "compiled products, in time" if plan.host_free is None else "CUDA graphs"
+        table.add_row(products, size_text(plan.products))
         table.add_row("a step's tensors, at most", size_text(plan.step))
         table.add_row(f"block pool ({plan.blocks:,} blocks)", size_text(plan.pool))
-        table.add_row(f"swap pool ({plan.swap_blocks:,} blocks)", size_text(plan.swap))
+        where = "" if plan.host_free is None else f" of the host's {size_text(plan.host_free)}"
+        table.add_row(f"swap pool ({plan.swap_blocks:,} blocks)", size_text(plan.swap) + where)
         table.add_row(
             f"left (headroom: {size_text(plan.headroom)})", size_text(plan.left) if plan.left >= 0 else "none"
         )
@@ -109,27 +111,35 @@ class Report:
         return table
 
 
-def report(model: str, spec: ModelSpec, settings: Settings, free: int, lengths: tuple[int, ...] = ()) -> Report:
+def report(
+    model: str,
+    spec: ModelSpec,
+    settings: Settings,
+    free: int,
+    lengths: tuple[int, ...] = (),
+    host_free: int | None = None,
+) -> Report:
     """Plan with the settings as they are, and with every other cache dtype.
 
     Args:
         model: the model's path, to be shown.
         spec: the model's shape.
-        settings: the server's settings.
-        free: bytes that the server can take.
+        settings: the server's settings, the device being chosen.
+        free: bytes that the server can take where the model runs.
         lengths: tokens of the sequences to count; by default some usual ones and the context length.
+        host_free: as of ``plan_memory``.
 
     Raises:
         SettingsError: the settings do not fit the model or the memory, or a length exceeds the context.
     """
-    served = plan_memory(spec, settings, free)
+    served = plan_memory(spec, settings, free, host_free)
     context = served.context_length
     if lengths and max(lengths) > context:
         raise SettingsError(f"--length {max(lengths)}: the longest sequence has context_length={context} tokens")
     plans: dict[str, Plan | SettingsError] = {}
     for name in CODECS:
         try:
-            plans[name] = plan_memory(spec, _with_cache(settings, name), free)
+            plans[name] = plan_memory(spec, _with_cache(settings, name), free, host_free)
         except SettingsError as error:
             plans[name] = error
     usual = (*(length for length in LENGTHS if length < context), context)

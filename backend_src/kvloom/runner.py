@@ -11,7 +11,7 @@ from kvloom.sampler import choose
 
 
 class Runner:
-    """Joins the model, the cache's memory on device and host, and the sampler."""
+    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU."""
 
     def __init__(self, decoder: Decoder, storage: Storage, host: Storage, block_size: int):
         self._decoder = decoder
@@ -57,4 +57,6 @@ def build_batch(slices: list[Slice], block_size: int) -> Batch:
         seq_lens=torch.from_numpy(ends),
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.from_numpy(starts[1:][[piece.samples for piece in slices]].astype(np.int64) - 1),
+        max_queries=int(counts.max()),
+        max_length=int(ends.max()),
     )

@@ -10,7 +10,7 @@ import torch
 from kvloom.errors import Internal, InvalidArgument
 from kvloom.ops.logprobs import token_logprobs
 from kvloom.ops.penalties import add_bias, ban, penalize_counts, penalize_repetition
-from kvloom.ops.sampling import finite, greedy, sample
+from kvloom.ops.sampling import greedy, likeliest, sample
 from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
@@ -58,13 +58,11 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Ex
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
-    fine = finite(logits)
+    tokens, fine = likeliest(logits)
     if not fine.all():
         rows = fine.nonzero()[:, 0].tolist()
         rest = iter(choose(logits[rows], [sequences[row] for row in rows]))
         return [next(rest) if ok else Internal("logits are not finite") for ok in fine.tolist()]
-
-    tokens = greedy(logits)
     stuck: list[int] = []
     rows = [row for row, s in enumerate(sequences) if _drawn(s) or _edited(s)]
     if rows:
@@ -100,18 +98,26 @@ def _choose_edited_or_drawn(
 
 def _draw(scores: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Tokens int64 [R] drawn from scores fp32 [R, vocab] with the sequences' parameters and seeds."""
-    vocab, device = scores.shape[1], scores.device
+    return sample(scores, *(tensor.to(scores.device) for tensor in draw_parameters(sequences, scores.shape[1])))
+
+
+def draw_parameters(sequences: list[Sequence], vocab: int) -> tuple[torch.Tensor, ...]:
+    """What ``sample`` takes beside the scores, a row per sequence: temperature, min_p, top_k, top_p, uniform."""
     params = [sequence.request.params for sequence in sequences]
     seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
     positions = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.uint64)
-    return sample(
-        scores,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], device=device),
-        torch.tensor([p.top_p or 1.0 for p in params], dtype=torch.float32, device=device),
-        torch.from_numpy(uniforms(seeds, positions)).to(device),
+    return (
+        torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        torch.tensor([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], dtype=torch.int64),
+        torch.tensor([p.top_p or 1.0 for p in params], dtype=torch.float32),
+        torch.from_numpy(uniforms(seeds, positions)),
     )
+
+
+def plain(sequence: Sequence) -> bool:
+    """Whether its next token follows from the logits and ``draw_parameters`` alone, and nothing else is asked."""
+    return not _edited(sequence) and sequence.request.logprobs is None
 
 
 def _edited(sequence: Sequence) -> bool:

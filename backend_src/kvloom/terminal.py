@@ -3,12 +3,13 @@
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from kvloom.interrupts import Interrupts
-from kvloom_client import Client, KvloomClientError
+from kvloom_client import Client, KvloomClientError, NotFound, RequestFailed, Stream
 
 HELP = """\
 /system TEXT   instructions for the model, from the next answer on; without TEXT: none
@@ -17,16 +18,23 @@ HELP = """\
 Ctrl-C interrupts an answer; what came of it stays in the conversation."""
 
 _PROMPT = "> "
+_PATIENCE_S = 2.0
+"""Seconds that a server gets for what is not an answer."""
 
 
-def print_answer(client: Client, request: dict[str, Any], said: list[str], interrupts: Interrupts) -> None:
+def print_answer(
+    ask: Callable[[], Stream],
+    said: list[str],
+    interrupts: Interrupts,
+    interrupt: Callable[[Stream], None] = Stream.cancel,
+) -> None:
     """Ask, and print the answer as it comes and then its speed, also when it breaks off or a signal ends it.
 
     Args:
-        client: whom to ask.
-        request: what to ask, as ``Client.stream`` takes it.
+        ask: asks.
         said: gets the answer's parts, also those before it broke off.
-        interrupts: a signal cancels the answer.
+        interrupts: a signal ends the answer.
+        interrupt: how it does; called in a thread of its own.
 
     Raises:
         KvloomClientError: there is no answer, or no whole one.
@@ -34,7 +42,7 @@ def print_answer(client: Client, request: dict[str, Any], said: list[str], inter
     start = time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when, and how many tokens
     try:
-        with client.stream(**request) as stream, interrupts.calling(stream.cancel):
+        with ask() as stream, interrupts.calling(lambda: interrupt(stream)):
             for chunk in stream:
                 arrivals.append((time.perf_counter(), chunk.num_output_tokens))
                 said.append(chunk.text)
@@ -50,7 +58,8 @@ def print_answer(client: Client, request: dict[str, Any], said: list[str], inter
 class Chat:
     """A conversation: what is typed (or piped in) line by line, and the answers to it.
 
-    The server keeps nothing: every turn sends the whole history.
+    The server keeps it and its cache, and a turn sends only what is new. What was said is kept here, too: where the
+    server has lost the conversation, or may have another idea of it than what is to be seen here, it is told again.
     """
 
     def __init__(self, client: Client, sampling: dict[str, Any], interrupts: Interrupts, system: str | None = None):
@@ -59,6 +68,7 @@ class Chat:
         self._interrupts = interrupts
         self._system = system
         self._history: list[dict[str, str]] = []
+        self._conversation = client.conversation()
         self._interactive = sys.stdin.isatty()
 
     def run(self) -> None:
@@ -75,12 +85,15 @@ class Chat:
             _note("/help lists what else can be typed; Ctrl-D leaves")
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        while (line := self._read()) is not None:
-            if line.startswith("/"):
-                if not self._command(line):
-                    return
-            elif line.strip():
-                self._turn(line)
+        try:
+            while (line := self._read()) is not None:
+                if line.startswith("/"):
+                    if not self._command(line):
+                        return
+                elif line.strip():
+                    self._turn(line)
+        finally:
+            self._forget()
 
     def _read(self) -> str | None:
         """The next line; None at the end of the input, or when Ctrl-C is typed instead of one."""
@@ -107,22 +120,38 @@ class Chat:
             return False
         if name == "/reset":
             self._history.clear()
+            self._forget()
         elif name == "/system":
             self._system = text.strip() or None
+            self._forget()
         elif name == "/help":
             _note(HELP)
         else:
             _note(f"{name} is no command; a message that begins with a slash needs a space before it\n{HELP}")
         return True
 
+    def _forget(self) -> None:
+        """Let the server forget the conversation; the next turn begins a new one there."""
+        try:
+            self._conversation.end(timeout=_PATIENCE_S)
+        except KvloomClientError as error:
+            _note(f"kvloom: the server keeps the conversation for a while: {error}")
+        self._conversation = self._client.conversation()
+
     def _turn(self, text: str) -> None:
         turn = {"role": "user", "content": text}
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        request = {"messages": [*system, *self._history, turn], "sampling_parameters": self._sampling}
         said: list[str] = []
         try:
-            print_answer(self._client, request, said, self._interrupts)
+            try:
+                print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
+            except NotFound as error:
+                if said or not self._history:
+                    raise
+                _note(f"kvloom: {error}; telling it again")
+                print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
         except KvloomClientError as error:
+            if said or not isinstance(error, RequestFailed):
+                self._conversation.begun = False
             if not self._interactive:
                 raise
             _note(f"kvloom: {error}")
@@ -132,8 +161,28 @@ class Chat:
             # also one that came too late for the answer: it was not meant for the conversation
             self._interrupts.forget()
         # a turn without any answer is as if it had never been
-        if said:
+        if any(said):
             self._history += [turn, {"role": "assistant", "content": "".join(said)}]
+        elif said:
+            # the server has it in the conversation
+            self._conversation.begun = False
+
+    def _ask(self, turn: dict[str, str]) -> Stream:
+        """Send a turn, and what was said before it unless the server knows that."""
+        if self._conversation.begun:
+            messages = [turn]
+        else:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            messages = [*system, *self._history, turn]
+        return self._conversation.stream(messages=messages, sampling_parameters=self._sampling)
+
+    def _interrupt(self, stream: Stream) -> None:
+        """Barge in: the server ends the answer and keeps what was said of it; without it the answer is given up."""
+        try:
+            self._conversation.interrupt(timeout=_PATIENCE_S)
+        except KvloomClientError:
+            self._conversation.begun = False
+            stream.cancel()
 
 
 def _speed(start: float, arrivals: list[tuple[float, int]]) -> str:

@@ -1,5 +1,6 @@
 """From a test to the figures of its report."""
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -65,6 +66,7 @@ def row(run: Run, configuration: str, target: Target) -> dict[str, Any]:
         "triton": {model: _triton(stats) for model, stats in run.triton.items()},
         "locust": [_locust(entry) for entry in run.seen.statistics],
         "timeline": timeline(run),
+        "latencies": latencies(run),
     }
 
 
@@ -105,6 +107,25 @@ def timeline(run: Run) -> dict[str, list[float]]:
         "running": [metrics.value("kvloom_requests_running") for metrics in looks],
         "waiting": [metrics.value("kvloom_requests_waiting") for metrics in looks],
     }
+
+
+def latencies(run: Run) -> dict[str, list[dict[str, float] | None]]:
+    """Second by second: summaries of the first tokens that came in it, and of the gaps that ended in it.
+
+    Of complete answers, as everywhere; None for a second in which nothing came.
+    """
+    ttft: list[list[float]] = [[] for _ in range(run.seconds)]
+    itl: list[list[float]] = [[] for _ in range(run.seconds)]
+    for answer in run.seen.answers:
+        if answer.outcome != "ok" or answer.ttft is None:
+            continue
+        gaps = iter(answer.gaps)
+        for place, (moment, count) in enumerate(zip(answer.times, answer.counts, strict=True)):
+            values = [answer.ttft] if place == 0 else list(itertools.islice(gaps, count))
+            second = int(moment - run.seen.begin)
+            if 0 <= second < run.seconds:
+                (ttft if place == 0 else itl)[second] += values
+    return {"ttft_ms": list(map(summary, ttft)), "itl_ms": list(map(summary, itl))}
 
 
 def _triton(stats: TritonStats) -> dict[str, Any]:

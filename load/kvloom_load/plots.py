@@ -81,6 +81,25 @@ def timeline(row: Row) -> str:
     return _svg(figure)
 
 
+def latencies(row: Row) -> str:
+    """Percentiles of the times to the first token and between tokens through one test."""
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    for axes, (key, name) in zip(
+        figure.subplots(1, 2), (("ttft_ms", "time to first token"), ("itl_ms", "time between tokens")), strict=True
+    ):
+        for style, percentile in (("C0-", "p50"), ("C1--", "p95")):
+            points = {
+                second: summary[percentile]
+                for second, summary in enumerate(row["latencies"][key], start=1)
+                if summary is not None
+            }
+            axes.plot(list(points), list(points.values()), style, label=percentile)
+        axes.set(title=name, xlabel="seconds", ylabel="ms")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    return _svg(figure)
+
+
 def _name(row: Row) -> str:
     return f"{row['configuration']}, {row['users']} user{'s' if row['users'] > 1 else ''}"
 

@@ -37,7 +37,11 @@ def html(meta: dict[str, Any], rows: list[Row]) -> str:
         rows=rows,
         checks=[(row, _means(row)) for row in rows],
         plots={name: Markup(svg) for name, svg in _plots(rows, meta).items()},  # noqa: S704 our own SVG
-        timelines=[Markup(plots.timeline(row)) for row in rows if row["users"] == most],  # noqa: S704
+        timelines=[
+            (Markup(plots.timeline(row)), Markup(plots.latencies(row)))  # noqa: S704
+            for row in rows
+            if row["users"] == most
+        ],
     )
 
 

@@ -1,6 +1,9 @@
 """The one decoder: embedding, layers of attention and gated MLP, head; a flat batch in, logits out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -9,8 +12,12 @@ from kvloom.models.spec import ModelSpec, rope_inv_freq
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import pack_linear
+from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_tied_linear, plain, rows_of
+from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.packed_memory import Allocate, HugePages
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Batch:
         seq_lens: int32 [B], tokens of each sequence up to and with this step's.
         block_tables: int32 [B, M], padded with 0.
         logit_rows: int64 [R], the rows of T whose logits are wanted.
+        max_queries: most tokens of one sequence in this step; known without asking the device.
+        max_length: the longest of ``seq_lens``.
     """
 
     tokens: torch.Tensor
@@ -34,19 +43,64 @@ class Batch:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    max_queries: int
+    max_length: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            query_starts=self.query_starts.to(device),
+            seq_lens=self.seq_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            logit_rows=self.logit_rows.to(device),
+            max_queries=self.max_queries,
+            max_length=self.max_length,
+        )
+
+
+class WeightSource(Protocol):
+    """Weights by canonical name, each taken once: a dict of them, or one that reads them when they are taken."""
+
+    def pop(self, name: str, /) -> Weight:
+        """Take a weight."""
+
+    def __len__(self) -> int:
+        """Weights that are left."""
 
 
 class _Layer:
-    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype):
-        def take(*names: str) -> torch.Tensor:
-            return torch.cat([tensors.pop(f"{prefix}.{name}.weight") for name in names]).to(dtype)
+    def __init__(
+        self, tensors: WeightSource, prefix: str, dtype: torch.dtype, device: torch.device, allocate: Allocate
+    ):
+        def norm(name: str) -> torch.Tensor:
+            return plain(tensors.pop(f"{prefix}.{name}.weight")).to(device, dtype)
 
-        self.attention_norm = take("input_layernorm")
-        self.qkv = pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-        self.attention_out = pack_linear(take("self_attn.o_proj"))
-        self.mlp_norm = take("post_attention_layernorm")
-        self.gate_up = pack_linear(take("mlp.gate_proj", "mlp.up_proj"))
-        self.down = pack_linear(take("mlp.down_proj"))
+        def product(*names: str) -> Linear:
+            weight = concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names])
+            return pack_linear(moved(weight, device), dtype, allocate)
+
+        self.attention_norm = norm("input_layernorm")
+        self.qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.attention_out = product("self_attn.o_proj")
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.gate_up = product("mlp.gate_proj", "mlp.up_proj")
+        self.down = product("mlp.down_proj")
+
+
+def _tables(
+    spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device, allocate: Allocate
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
+    """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
+    table = moved(tensors.pop("embed_tokens.weight"), device)
+    assert not isinstance(table, Int8Weight)
+    if spec.tied_embeddings:
+        tied = pack_tied_linear(table, dtype, allocate)
+        return tied.rows, tied
+    head = pack_linear(moved(tensors.pop("lm_head.weight"), device), dtype, allocate)
+    return partial(rows_of, table), head
 
 
 class Decoder:
@@ -56,38 +110,46 @@ class Decoder:
 
     Args:
         spec: the model's shape.
-        tensors: weights by canonical name; emptied, so that no weight is held twice.
-        dtype: of weights and activations.
+        tensors: weights by canonical name, plain ones in ``dtype``; emptied, so that no weight is held twice.
+        dtype: of activations.
+        device: where the weights go and everything is computed.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
+    def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device = CPU):
         self.spec = spec
-        embedding = tensors.pop("embed_tokens.weight")
-        head = embedding if spec.tied_embeddings else tensors.pop("lm_head.weight")
-        self._embedding = embedding.to(dtype)
-        self._head = pack_linear(head.to(dtype))
-        self._layers = [_Layer(tensors, f"layers.{i}", dtype) for i in range(spec.n_layers)]
-        self._norm = tensors.pop("norm.weight").to(dtype)
-        assert not tensors, f"weights that no layer took: {sorted(tensors)}"
+        allocate = HugePages()
+        self._embedding, self._head = _tables(spec, tensors, dtype, device, allocate)
+        self._layers = [_Layer(tensors, f"layers.{i}", dtype, device, allocate) for i in range(spec.n_layers)]
+        self._norm = plain(tensors.pop("norm.weight")).to(device, dtype)
+        assert not len(tensors), "weights that no layer took"
         # angles are fp32 as in the training code: more exact ones would be another function at large positions
         angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> torch.Tensor:
         """Compute the batch, write its keys and values, return fp32 logits [R, vocab] of ``batch.logit_rows``."""
         spec, eps = self.spec, self.spec.norm_eps
         scale = spec.head_dim**-0.5
-        residual = self._embedding[batch.tokens].float()
+        residual = self._embedding(batch.tokens)
         update: torch.Tensor | None = None
         for layer, (k_cache, v_cache) in zip(self._layers, caches, strict=True):
             hidden, residual = add_rms_norm(residual, update, layer.attention_norm, eps)
             qkv = layer.qkv(hidden)
             q = rope_kv_write(qkv, self._cos_sin, batch.positions, batch.slots, k_cache, v_cache)
-            mixed = paged_attention(q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, scale)
+            mixed = paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_tables,
+                batch.query_starts,
+                batch.seq_lens,
+                scale,
+                max_queries=batch.max_queries,
+                max_length=batch.max_length,
+            )
             update = layer.attention_out(mixed.view(mixed.shape[0], -1))
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
             update = layer.down(silu_mul(layer.gate_up(hidden)))
         assert update is not None, "a model has at least one layer"
-        rows = batch.logit_rows
-        hidden, _ = add_rms_norm(residual[rows], update[rows], self._norm, eps)
+        hidden, _ = add_rms_norm(residual, update, self._norm, eps, batch.logit_rows)
         return self._head(hidden, torch.float32)

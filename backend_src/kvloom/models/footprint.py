@@ -4,7 +4,9 @@ import torch
 
 from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
-from kvloom.ops.linear import kernels_bytes, packed_bytes
+from kvloom.ops.linear_float import kernels_bytes, packed_bytes
+from kvloom.ops.linear_groups import grouped_bytes, unpacked_bytes
+from kvloom.ops.linear_int8 import int8_bytes
 from kvloom.ops.native import find_compiler
 
 SAMPLER_LOGITS = 9
@@ -12,16 +14,39 @@ SAMPLER_LOGITS = 9
 to be sorted, these sorted, and their probabilities and running sums in fp64."""
 
 
-def weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     """Bytes of the loaded weights and of the rotary table.
 
-    A head is packed for its product; where the embedding is also the head it is there twice, once as it is.
+    Args:
+        spec: the model's shape.
+        weights: fp32, bf16, int8, int4 or w8a8, see ``served.ServedWeights``.
+        dtype: of activations and of plain weights.
     """
-    hidden = spec.hidden_size
-    layer = sum(packed_bytes(*shape, dtype) for shape in _layer_shapes(spec))
-    norms = (2 * spec.n_layers + 1) * hidden * dtype.itemsize
-    embedding = spec.vocab_size * hidden * dtype.itemsize
-    head = packed_bytes(spec.vocab_size, hidden, dtype)
+    native = find_compiler() is not None
+
+    def plain(shape: tuple[int, int]) -> int:
+        return packed_bytes(*shape, dtype)
+
+    def grouped(shape: tuple[int, int], bits: int) -> int:
+        return grouped_bytes(*shape, bits) if native else plain(shape)
+
+    def product(name: str, shape: tuple[int, int]) -> int:
+        if weights in ("int8", "int4"):
+            return grouped(shape, 8 if weights == "int8" else 4)
+        if weights == "w8a8" and name != "down":
+            return int8_bytes(*shape)
+        return plain(shape)
+
+    quantized = weights not in ("fp32", "bf16")
+    table = spec.vocab_size, spec.hidden_size
+    layer = sum(product(name, shape) for name, shape in _layer_shapes(spec).items())
+    norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
+    head = grouped(table, 8) if quantized else plain(table)
+    embedding = 0
+    if not spec.tied_embeddings:
+        embedding = unpacked_bytes(*table) if quantized else table[0] * table[1] * dtype.itemsize
+    elif not native:
+        embedding = table[0] * table[1] * dtype.itemsize
     rotary = spec.context_length * spec.head_dim * torch.float32.itemsize
     return spec.n_layers * layer + norms + embedding + head + rotary
 
@@ -33,15 +58,20 @@ def products_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) 
     """
     if find_compiler() is not None:
         return 0
-    layer = [(columns, tokens) for _, columns in _layer_shapes(spec)]
+    layer = [(columns, tokens) for _, columns in _layer_shapes(spec).values()]
     return kernels_bytes([*layer, (spec.hidden_size, rows)], dtype)
 
 
-def _layer_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """[out, in] of a layer's products: queries, keys and values; attention's output; gate and up; down."""
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """[out, in] of a layer's products."""
     hidden, mlp, heads_out = spec.hidden_size, spec.intermediate_size, spec.n_heads * spec.head_dim
     qkv_out = heads_out + 2 * spec.n_kv_heads * spec.head_dim
-    return (qkv_out, hidden), (hidden, heads_out), (2 * mlp, hidden), (hidden, mlp)
+    return {
+        "qkv": (qkv_out, hidden),
+        "attention_out": (hidden, heads_out),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+    }
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int) -> int:

@@ -12,7 +12,9 @@ import torch
 from kvloom.errors import ModelError
 from kvloom.models.families import Family, gguf_family
 from kvloom.models.fields import typed
+from kvloom.models.gguf_groups import GROUPED, grouped_weight
 from kvloom.models.spec import LinearScaling, ModelSpec, RopeScaling, tensor_shapes
+from kvloom.ops.linear_groups import GroupedWeight
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _ADVICE = "download or convert it again"
@@ -56,10 +58,27 @@ class GgufFile:
         Raises:
             ModelError: if a tensor is quantized in a way that can't be undone here.
         """
-        for name, tensor in self._tensors.items():
-            heads = self._interleaved_heads(name)
-            data = tensor.data if heads is None else _halves(tensor.data, heads)
-            yield name, torch.from_numpy(_values(tensor, data)).to(dtype)
+        for name in self._tensors:
+            yield name, self.tensor(name, dtype)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The weight of a canonical name; as ``tensors``."""
+        return torch.from_numpy(_values(self._tensors[name], self._data(name))).to(dtype)
+
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's type."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def groups(self, name: str) -> GroupedWeight | None:
+        """A weight that is stored as integers in groups, in memory of its own; None if it is not."""
+        kind = self.stored_as(name)
+        return grouped_weight(self._data(name), kind) if kind in GROUPED else None
+
+    def _data(self, name: str) -> np.ndarray:
+        """Raw data of a tensor, the halves of its heads in order."""
+        data = self._tensors[name].data
+        heads = self._interleaved_heads(name)
+        return data if heads is None else _halves(data, heads)
 
     def _interleaved_heads(self, name: str) -> int | None:
         if self._family.gguf_permutes_qk:

@@ -12,6 +12,7 @@ from kvloom.errors import ModelError
 from kvloom.models.families import Family, hf_family
 from kvloom.models.fields import typed
 from kvloom.models.spec import LinearScaling, Llama3Scaling, ModelSpec, RopeScaling
+from kvloom.ops.linear_groups import GroupedWeight
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -41,24 +42,40 @@ class HfFolder:
         family = hf_family(self.metadata)
         self.spec = _spec(self.metadata, family)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, list[str]] = {}
+        self._places: dict[str, tuple[str, str]] = {}
         for file, names in _tensor_files(path).items():
-            self._files[file] = [name for name in names if self._wanted(name, family)]
             with _open(path / file) as tensors:
-                for name in self._files[file]:
-                    self._note(name, tensors.get_slice(name))
+                for name in names:
+                    if self._wanted(name, family):
+                        self._note(name, tensors.get_slice(name))
+                        self._places[_canonical(name)] = file, name
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical name and weight, one at a time, in ``dtype`` and in memory of its own."""
-        for file, names in self._files.items():
-            with _open(self.path / file) as tensors:
-                for name in names:
-                    try:
-                        tensor = tensors.get_tensor(name)
-                    except (SafetensorError, OSError) as error:
-                        raise ModelError(f"{file}: tensor {name} can't be read ({error}); {_ADVICE}") from error
-                    # a copy, for the tensor lies in the mapped file, which may change under a running server
-                    yield _canonical(name), tensor.to(dtype, copy=True)
+        for name in self.shapes:
+            yield name, self.tensor(name, dtype)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The weight of a canonical name; as ``tensors``."""
+        file, stored = self._places[name]
+        with _open(self.path / file) as tensors:
+            try:
+                tensor = tensors.get_tensor(stored)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: tensor {stored} can't be read ({error}); {_ADVICE}") from error
+            # a copy, for the tensor lies in the mapped file, which may change under a running server
+            copy: torch.Tensor = tensor.to(dtype, copy=True)
+            return copy
+
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's dtype."""
+        file, stored = self._places[name]
+        with _open(self.path / file) as tensors:
+            return str(tensors.get_slice(stored).get_dtype())
+
+    def groups(self, name: str) -> GroupedWeight | None:
+        """None: these files hold no integers in groups."""
+        return None
 
     def _wanted(self, name: str, family: Family) -> bool:
         redundant = self.spec.tied_embeddings and _canonical(name) == "lm_head.weight"

@@ -12,6 +12,7 @@ from kvloom.errors import ModelError
 from kvloom.models.gguf_file import GgufFile
 from kvloom.models.hf_folder import HfFolder
 from kvloom.models.spec import ModelSpec, tensor_shapes
+from kvloom.ops.linear_groups import GroupedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,24 @@ class ModelFiles:
         """
         with _naming(self.path):
             yield from self.source.tensors(dtype)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One of them.
+
+        Raises:
+            ModelError: if it can't be read.
+        """
+        with _naming(self.path):
+            return self.source.tensor(name, dtype)
+
+    def stored_as(self, name: str) -> str:
+        """The type of a tensor in its file, as the file calls it."""
+        return self.source.stored_as(name)
+
+    def groups(self, name: str) -> GroupedWeight | None:
+        """A weight that the file holds as integers in groups, exactly as it is; None if it is something else."""
+        with _naming(self.path):
+            return self.source.groups(name)
 
     def load(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All of ``tensors`` at once."""

@@ -1,10 +1,9 @@
 """Rotary position embedding and the write of new keys and values into the paged cache."""
 
-from ctypes import c_int64
-
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.gpu import runs_triton
+from kvloom.ops.native import library
 
 
 def rope_kv_write(
@@ -14,6 +13,7 @@ def rope_kv_write(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, store keys and values at their slots, return the queries.
 
@@ -23,44 +23,50 @@ def rope_kv_write(
         qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys and values of each token side by side.
         cos_sin: fp32 [positions, head_dim], cosines then sines of the head_dim / 2 frequencies.
         positions: int64 [T], absolute.
-        slots: int64 [T], block id * block_size + offset in the block.
+        slots: int64 [T], block id * block_size + offset in the block; -1 for padding, which is not written.
         k_cache: [blocks, kv_heads, block_size, head_dim], written in place.
         v_cache: like ``k_cache``.
+        out: where to put the queries, contiguous.
 
     Returns:
         Rotated queries [T, heads, head_dim] in qkv's dtype.
     """
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    if runs_triton(qkv):
+        from kvloom.ops.gpu import kv_write
+
+        kv_write.rope_kv_write(qkv, cos_sin, positions, slots, k_cache, v_cache, queries)
+        return queries
     lib = library(qkv, k_cache, v_cache)
     if lib is not None:
-        heads = qkv.shape[1] // head_dim - 2 * kv_heads
-        queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
         lib.kvloom_rope_kv_write(
-            address(qkv),
+            qkv.data_ptr(),
             qkv.dtype is torch.bfloat16,
-            address(cos_sin),
-            address(positions),
-            address(slots),
-            address(k_cache),
-            address(v_cache),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
             k_cache.dtype is torch.bfloat16,
-            c_int64(tokens),
-            c_int64(heads),
-            c_int64(kv_heads),
-            c_int64(head_dim),
-            c_int64(block_size),
-            c_int64(k_cache.stride(0)),
-            address(queries),
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            k_cache.stride(0),
+            queries.data_ptr(),
         )
         return queries
     half = head_dim // 2
     qkv = qkv.view(tokens, -1, head_dim)
-    heads = qkv.shape[1] - 2 * kv_heads
     cos, sin = cos_sin[positions][:, None].split(half, -1)
     first, second = qkv[:, : heads + kv_heads].float().split(half, -1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    block, offset = slots // block_size, slots % block_size
-    k_cache[block, :, offset] = rotated[:, heads:].to(k_cache.dtype)
-    v_cache[block, :, offset] = qkv[:, heads + kv_heads :].to(v_cache.dtype)
-    return rotated[:, :heads].to(qkv.dtype)
+    kept = slots >= 0
+    block, offset = slots[kept] // block_size, slots[kept] % block_size
+    k_cache[block, :, offset] = rotated[kept, heads:].to(k_cache.dtype)
+    v_cache[block, :, offset] = qkv[kept, heads + kv_heads :].to(v_cache.dtype)
+    return queries.copy_(rotated[:, :heads])

@@ -1,42 +1,18 @@
-"""Matrix products with weights that are packed once."""
+"""Matrix products with weights that are packed once, whatever they are made of."""
 
-from collections.abc import Iterable
-from ctypes import c_int64
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
+from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
+from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
+from kvloom.ops.native import library
+from kvloom.ops.packed_memory import Allocate, small_pages
 
-BATCH_HINT = 32
-"""oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
-
-MAX_SUM = 192
-"""oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
-
-Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
-plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
-exact.
-"""
-
-_PACKED_ROWS = 64
-_PACKED_COLUMN_BYTES = 64
-"""oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
-
-_MOST_KERNELS = 1024
-_KERNEL_BYTES = 640 * 2**10
-"""oneDNN builds a kernel for each shape of a product and keeps the last 1,024 of them; measured: 0.56 to 0.58 MiB each
-(AVX-512, fp32 and bf16)."""
-
-
-def kernel_rows(rows: int) -> int:
-    """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
-
-    oneDNN builds a kernel for each number of rows, milliseconds and up to a megabyte each, and keeps up to 1,024.
-    And it may sum one row in another order than two: a lone request would differ from one in a batch.
-    """
-    step = 1 << max(0, (rows - 1).bit_length() - 4)
-    return max(2, -(-rows // step) * step) if rows else 0
+Weight = torch.Tensor | GroupedWeight | Int8Weight
+"""A weight [out_features, in_features]: fp32 or bf16, integers in groups, or INT8 for INT8 activations."""
 
 
 class Linear(Protocol):
@@ -46,113 +22,74 @@ class Linear(Protocol):
         """[T, in_features] to [T, out_features], in x's dtype or ``out_dtype`` (fp32)."""
 
 
-def pack_linear(weight: torch.Tensor) -> Linear:
-    """Pack a weight [out_features, in_features] (fp32 or bf16, CPU) so that small batches run at memory bandwidth.
+class TiedLinear(Linear, Protocol):
+    """A head that is the embedding too."""
 
-    A plain product does not. In C++ where that is built, else oneDNN's packed product.
-    """
-    return OneDnnLinear(weight) if library(weight) is None else NativeLinear(weight)
-
-
-class NativeLinear:
-    """See cpu/linear.cpp."""
-
-    def __init__(self, weight: torch.Tensor):
-        lib = library(weight)
-        assert lib is not None
-        self._lib = lib
-        self._out_features, in_features = weight.shape
-        self._width = in_features
-        pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
-        panel = lib.kvloom_linear_panel()
-        self._in_features = -(-in_features // pair) * pair
-        panels = -(-self._out_features // panel)
-        self._packed = torch.empty(panels * panel * self._in_features, dtype=weight.dtype)
-        weight = weight.contiguous()
-        lib.kvloom_linear_pack(
-            address(weight),
-            weight.dtype is torch.bfloat16,
-            c_int64(self._out_features),
-            c_int64(in_features),
-            c_int64(self._in_features),
-            address(self._packed),
-        )
-
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See ``Linear``."""
-        assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
-        if self._width != self._in_features:
-            x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
-        assert x.is_contiguous() and x.dtype is self._packed.dtype
-        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
-        self._lib.kvloom_linear(
-            address(x),
-            x.dtype is torch.bfloat16,
-            c_int64(x.shape[0]),
-            c_int64(x.shape[1]),
-            address(self._packed),
-            c_int64(self._out_features),
-            address(out),
-            out.dtype is torch.bfloat16,
-        )
-        return out
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (int64 [T]) of the weight in fp32 [T, in_features]."""
 
 
-class OneDnnLinear:
-    """The weight in oneDNN's blocked layout."""
+def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
+    """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
-    def __init__(self, weight: torch.Tensor):
-        self._split = _split(weight.shape[1], weight.dtype)
-        self._packed = [
-            torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
-            for part in weight.split(self._split, 1)
-        ]
-
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See ``Linear``."""
-        rows = x.shape[0]
-        padding = kernel_rows(rows) - rows
-        y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
-        return y.to(out_dtype or x.dtype)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = x.split(self._split, 1)
-        y = torch.ops.mkldnn._linear_pointwise(first, self._packed[0], None, "none", [], "")
-        for part, packed in zip(others, self._packed[1:], strict=True):
-            y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
-        return y
-
-
-def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Bytes of a weight [out_features, in_features] in ``OneDnnLinear``; a little more than in ``NativeLinear``."""
-    split = _split(in_features, dtype)
-    widths = [min(split, in_features - start) for start in range(0, in_features, split)]
-    row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
-    return _up(out_features, _PACKED_ROWS) * row
-
-
-def kernels_bytes(products: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes of the kernels that oneDNN keeps for products, once each number of rows has come.
+    In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers. On a GPU a plain
+    product does, and nothing is packed.
 
     Args:
-        products: in_features of each shape of weight, and the most rows it is multiplied with.
-        dtype: of the weights.
+        weight: the weight.
+        dtype: of the activations, which a weight in groups takes on where there is no product of groups.
+        allocate: makes the memory, in C++.
     """
-    count = 0
-    for in_features, rows in products:
-        # the first part's product is one kind, adding another's to it a second, and that of a narrower last part
-        split = _split(in_features, dtype)
-        kinds = 1 + (in_features > split) + (in_features > split and in_features % split > 0)
-        count += kinds * len({kernel_rows(fewer) for fewer in range(1, rows + 1)})
-    return min(count, _MOST_KERNELS) * _KERNEL_BYTES
+    if isinstance(weight, Int8Weight):
+        return TorchInt8Linear(weight) if library() is None else NativeInt8Linear(weight, allocate)
+    return _pack(weight, dtype, allocate, keep_rows=False)
 
 
-def _split(in_features: int, dtype: torch.dtype) -> int:
-    """Columns of a weight that one product takes."""
-    # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
-    parts = -(-in_features // MAX_SUM) if dtype is torch.float32 else 1
-    return -(-in_features // parts)
+def pack_tied_linear(
+    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages
+) -> TiedLinear:
+    """The same for an embedding that is also the head; in C++ that is one weight for both."""
+    return _pack(weight, dtype, allocate, keep_rows=True)
 
 
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _pack(
+    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool
+) -> TiedLinear:
+    if isinstance(weight, GroupedWeight):
+        if library() is not None:
+            return NativeGroupedLinear(weight, allocate)
+        assert dtype is not None
+        weight = weight.dequantize().to(dtype)
+    if weight.is_cuda:
+        return CudaLinear(weight)
+    return OneDnnLinear(weight, keep_rows) if library(weight) is None else NativeLinear(weight, allocate)
+
+
+def plain(weight: Weight) -> torch.Tensor:
+    """A weight that is never quantized: a norm's."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def moved(weight: Weight, device: torch.device) -> Weight:
+    """The weight on another device, where only plain ones have products."""
+    if isinstance(weight, torch.Tensor):
+        return weight.to(device)
+    assert device.type == "cpu"
+    return weight
+
+
+def rows_of(weight: torch.Tensor | GroupedWeight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows ``ids`` (int64 [T]) of a weight that no product needs, an embedding's, in fp32 [T, in_features]."""
+    return weight[ids].float() if isinstance(weight, torch.Tensor) else weight.rows(ids)
+
+
+def concat_rows(weights: Sequence[Weight]) -> Weight:
+    """Weights of one kind for the same input as one weight, its outputs in order."""
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    int8 = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    assert len(weights) in (len(tensors), len(grouped), len(int8)), "weights of several kinds"
+    if tensors:
+        return torch.cat(tensors)
+    return GroupedWeight.concat(grouped) if grouped else Int8Weight.concat(int8)

@@ -1,14 +1,17 @@
 """Residual add and RMS normalization."""
 
-from ctypes import c_float, c_int64
-
 import torch
 
-from kvloom.ops.native import address, library
+from kvloom.ops.gpu import runs_triton
+from kvloom.ops.native import library
 
 
 def add_rms_norm(
-    residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a layer's output to the residual stream and normalize the sum (Zhang and Sennrich, 2019).
 
@@ -17,25 +20,32 @@ def add_rms_norm(
         update: [T, hidden] of any float dtype, or None where there is nothing to add yet.
         weight: [hidden]; its dtype is that of the normalized result.
         eps: added to the mean of squares.
+        rows: int64 [R], the rows that are wanted, where not all T are: the last tokens, before a model's head.
 
     Returns:
-        (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]).
+        (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]); of ``rows``, R instead of T.
     """
+    if runs_triton(residual):
+        from kvloom.ops.gpu.norm import add_rms_norm as fused
+
+        return fused(residual, update, weight, eps, rows)
+    if rows is not None:
+        residual, update = residual[rows], None if update is None else update[rows]
     lib = library(residual, weight) if update is None else library(residual, weight, update)
     if lib is not None:
+        count, width = residual.shape
         total, normed = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
-        scales = weight.float()
         lib.kvloom_add_rms_norm(
-            address(residual),
-            None if update is None else address(update),
+            residual.data_ptr(),
+            None if update is None else update.data_ptr(),
             update is not None and update.dtype is torch.bfloat16,
-            address(scales),
-            c_float(eps),
-            c_int64(residual.shape[0]),
-            c_int64(residual.shape[1]),
-            address(total),
-            address(normed),
-            normed.dtype is torch.bfloat16,
+            weight.data_ptr(),
+            weight.dtype is torch.bfloat16,
+            eps,
+            count,
+            width,
+            total.data_ptr(),
+            normed.data_ptr(),
         )
         return normed, total
     if update is not None:

@@ -5,7 +5,30 @@ the number of tokens concerned and not rows times vocabulary. All change ``score
 [R, vocab], contiguous; sums are taken in fp64 and rounded once.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from kvloom.ops.gpu import runs_triton
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """All kinds of changes to N places, in tensors whose size need not follow what is in them; made in this order.
+
+    Attributes:
+        index: int64 [N], in which no place comes twice; -1 stands for none.
+        bias: fp64 [N]; 0 where there is none.
+        repetition: fp64 [N], the repetition penalty; 1 where there is none.
+        subtracted: fp64 [N], ``presence + counts * frequency``; 0 where there is none.
+        banned: bool [N].
+    """
+
+    index: torch.Tensor
+    bias: torch.Tensor
+    repetition: torch.Tensor
+    subtracted: torch.Tensor
+    banned: torch.Tensor
 
 
 def add_bias(scores: torch.Tensor, index: torch.Tensor, bias: torch.Tensor) -> None:
@@ -43,6 +66,33 @@ def penalize_counts(
 def ban(scores: torch.Tensor, index: torch.Tensor) -> None:
     """Make the tokens at ``index`` int64 [N] impossible."""
     scores.view(-1)[index] = -torch.inf
+
+
+def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
+    """Make ``edits`` in scores fp32 [R, vocab]; returns what was there before, fp32 [N], for ``restore``."""
+    if runs_triton(scores):
+        from kvloom.ops.gpu.penalties import edit as fused
+
+        return fused(scores, edits)
+    saved = scores.view(-1)[edits.index.clamp(min=0)]
+    used = edits.index >= 0
+    places = edits.index[used]
+    add_bias(scores, places, edits.bias[used])
+    penalize_repetition(scores, places, edits.repetition[used])
+    _store(scores, places, scores.view(-1)[places].double() - edits.subtracted[used])
+    ban(scores, places[edits.banned[used]])
+    return saved
+
+
+def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
+    """Undo ``edit``, given what it returned."""
+    if runs_triton(scores):
+        from kvloom.ops.gpu.penalties import restore as fused
+
+        fused(scores, edits, saved)
+        return
+    used = edits.index >= 0
+    scores.view(-1)[edits.index[used]] = saved[used]
 
 
 def _store(scores: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:

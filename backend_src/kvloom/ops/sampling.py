@@ -7,6 +7,10 @@ whole row at once: where rows are few, torch would split such a sum among thread
 import numpy as np
 import torch
 
+from kvloom.ops.gpu import runs_triton
+from kvloom.ops.native import library
+from kvloom.ops.penalties import Edits, edit
+
 _BLOCK = 256
 """Tokens whose probabilities are summed first, to find the one that is drawn among them afterwards."""
 
@@ -14,22 +18,47 @@ _CANDIDATES = 256
 """Tokens that top-k and top-p look at first. They are nearly always enough and much cheaper than sorting them all."""
 
 
+NOT_FINITE, STUCK = -1, -2
+"""In a token's place: the row's logits are not all finite; none of its tokens is possible."""
+
 _BELOW_ONE = 1 - 2.0**-53
 """The largest fp64 below 1."""
 
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
     """Whether a row holds no NaN and no infinity: fp32 [R, vocab] to bool [R]."""
+    if runs_triton(logits):
+        from kvloom.ops.gpu.sampling import finite as fused
+
+        return fused(logits)
     # two reductions that hand NaN on: 20 times cheaper than isfinite().all()
     return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
 
 
 def greedy(scores: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, the first of equals: fp32 [R, vocab] to int64 [R]."""
+    if runs_triton(scores):
+        from kvloom.ops.gpu.sampling import greedy as fused
+
+        return fused(scores)
     if scores.is_cpu:
         # numpy's is vectorized, and 10 times as fast as torch's
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
+
+
+def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``greedy`` and ``finite`` at once, in one pass where that can be: fp32 [R, vocab] to int64 [R] and bool [R].
+
+    The token of a row that is not finite means nothing.
+    """
+    lib = library(logits)
+    if lib is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
+        return greedy(logits), finite(logits)
+    rows, vocab = logits.shape
+    tokens, fine = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    lib.kvloom_likeliest(logits.data_ptr(), rows, vocab, tokens.data_ptr(), fine.data_ptr())
+    return tokens, fine
 
 
 def sample(
@@ -57,6 +86,10 @@ def sample(
     Returns:
         int64 [R].
     """
+    if runs_triton(scores):
+        from kvloom.ops.gpu.sampling import sample as fused
+
+        return fused(scores, temperature, min_p, top_k, top_p, uniform)
     # the largest score becomes 0 before the division, so that no temperature, however small, can overflow it
     # (the clamp keeps NaN out of rows that have nothing but -inf)
     scores = scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
@@ -71,6 +104,46 @@ def sample(
     if ranked.any():
         chosen[ranked] = _sample_ranked(_rows(scores, ranked), top_k[ranked], top_p[ranked], uniform[ranked])
     return chosen
+
+
+def pick(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    edits: Edits | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each row, whatever the row asks for; on a GPU without waiting for it.
+
+    Args:
+        logits: fp32 [R, vocab], contiguous. Changed on the way and put back.
+        temperature: as ``sample``; below fp32's smallest normal number the likeliest token is taken.
+        min_p: see there, and so for the following.
+        top_k: see there.
+        top_p: see there.
+        uniform: see there.
+        edits: made before.
+
+    Returns:
+        Tokens int64 [R], or ``NOT_FINITE`` or ``STUCK`` in their place; and the tokens' log probabilities under the
+        logits as they came, fp32 [R], undefined where there is no token.
+    """
+    if runs_triton(logits):
+        from kvloom.ops.gpu.sampling import pick as fused
+
+        return fused(logits, temperature, min_p, top_k, top_p, uniform, edits)
+    fine = finite(logits)
+    scores = torch.where(fine[:, None], logits, 0.0)
+    if edits is not None:
+        edit(scores, edits)
+    tiny = torch.finfo(torch.float32).tiny
+    drawn = sample(scores, temperature.clamp(min=tiny), min_p, top_k, top_p, uniform)
+    tokens = torch.where(temperature >= tiny, drawn, greedy(scores))
+    logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    tokens = torch.where(scores.amax(-1) == -torch.inf, STUCK, tokens)
+    return torch.where(fine, tokens, NOT_FINITE), logprobs
 
 
 def _sample_all(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvloom.admin import admits
+from kvloom.conversations import ConversationId
 from kvloom.errors import InvalidArgument, RequestError
 from kvloom.request import Delta, FinishReason, Sink
 from kvloom.serving.fields import Inputs, one
@@ -15,7 +16,6 @@ from kvloom.serving.sampling import json_object, validate
 
 if TYPE_CHECKING:
     # `generate` needs no engine
-    from kvloom.conversations import ConversationId
     from kvloom.loop import Loop
     from kvloom.turns import Turns
 
@@ -91,7 +91,7 @@ def answer(control: Control, **result: Any) -> str:
     return json.dumps({"op": control.op, "ok": True, **result})
 
 
-def act(control: Control, own: "ConversationId", loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
+def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
     """Do what a control request asks for, between two steps; its answer goes to ``sink``.
 
     Args:
@@ -103,7 +103,7 @@ def act(control: Control, own: "ConversationId", loop: "Loop", kv_dtype: str, ad
         sink: of the request.
 
     Raises:
-        InvalidArgument: drain without the right token.
+        InvalidArgument: see ``act_on_server``.
     """
     conversation = own if control.conversation is None else control.conversation
 

@@ -1,213 +1,265 @@
 // Attention over the paged cache, reading blocks where they lie.
 //
-// Online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022) over tiles of keys that begin at
-// multiples of TILE. What is computed for a query depends on its own sequence alone: not on the chunk it came in, nor
-// on its neighbours, so that answers are the same however they were batched.
-#include <algorithm>
-#include <cmath>
-#include <type_traits>
+// Online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022) over tiles of keys. Keys are divided
+// into parts at multiples of PART, tiles begin at multiples of TILE, and parts are joined in their order, whoever
+// computed them (as in Flash-Decoding, Dao et al., 2023). So what is computed for a query depends on its own sequence
+// alone: not on the chunk it came in, nor on its neighbours or the number of threads.
+#include <omp.h>
+
+#include <memory>
 #include <vector>
 
-#include "common.h"
+#include "attention_tile.h"
 
 namespace {
 
-constexpr int TILE = 32;  // keys per tile; a block smaller than that is a tile
-constexpr int ROWS = 32;  // queries of a prefill chunk that read a tile together
+constexpr int PART = 256;  // keys that one thread computes at least
+constexpr int ROWS = 96;   // rows of queries that a packed tile is used for
+constexpr int TASKS = 4;   // per thread: so many that none waits long for the last one
+static_assert(PART % TILE == 0);
 
 struct Shape {
     int64_t heads, kv_heads, block_size, block_stride, table_stride;
     float scale;
 };
 
-// A tile's keys as [D][TILE], in fp32: so that a query's scores of neighbouring keys are neighbours.
-template <int D, typename T>
-void transpose_keys(const T* keys, int n, float* turned) {
-    for (int first = 0; first < TILE; first += LANES)
-        for (int column = 0; column < D; column += LANES) {
-            floats rows[LANES];
-            for (int j = 0; j < LANES; j++)
-                rows[j] = first + j < n ? load(keys + (first + j) * D + column) : floats{};
-            transpose(rows);
-            for (int i = 0; i < LANES; i++) store(turned + (column + i) * TILE + first, rows[i]);
-        }
-}
-
-// Scores of R rows of queries (fp32, scaled, D apart) against a tile of keys.
-template <int R, int D>
-void score(const float* q, const float* keys, float* scores) {
-    constexpr int V = TILE / LANES;
-    floats sums[R][V] = {};
-    for (int i = 0; i < D; i++)
-        for (int v = 0; v < V; v++) {
-            const floats k = load(keys + i * TILE + v * LANES);
-            for (int r = 0; r < R; r++) sums[r][v] += q[r * D + i] * k;
-        }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, sums[r][v]);
-}
-
-// R rows of output += weights times n values.
-template <int R, int D, typename T>
-void mix(const float* weights, const T* values, int n, float* out) {
-    // as many columns at once as registers hold beside the weights
-    constexpr int COLUMNS = std::min(D / LANES, (LANES == 16 ? 24 : 8) / R);
-    constexpr int V = D / LANES;
-    for (int first = 0; first < V; first += COLUMNS) {
-        const int width = std::min(COLUMNS, V - first);
-        floats sums[R][COLUMNS];
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < width; i++) sums[r][i] = load(out + r * D + (first + i) * LANES);
-        for (int j = 0; j < n; j++)
-            for (int i = 0; i < width; i++) {
-                const floats v = load(values + j * D + (first + i) * LANES);
-                for (int r = 0; r < R; r++) sums[r][i] += weights[r * TILE + j] * v;
-            }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < width; i++) store(out + r * D + (first + i) * LANES, sums[r][i]);
-    }
-}
-
-// Calls BODY with R = 8, 4, 2 and 1 until all rows are done; r is the first row of each.
-#define FOR_ROWS(ROWS, MOST, BODY)                              \
-    {                                                           \
-        int r = 0;                                              \
-        auto body = [&](auto count) {                           \
-            constexpr int R = decltype(count)::value;           \
-            for (; r + R <= (ROWS); r += R) BODY;               \
-        };                                                      \
-        if constexpr ((MOST) >= 8) body(Count<8>{});            \
-        if constexpr ((MOST) >= 4) body(Count<4>{});            \
-        body(Count<2>{});                                       \
-        body(Count<1>{});                                       \
-    }
-template <int N>
-using Count = std::integral_constant<int, N>;
-
-template <int D>
-void score_rows(int rows, const float* q, const float* keys, float* scores) {
-    FOR_ROWS(rows, LANES == 16 ? 8 : 2, (score<R, D>(q + r * D, keys, scores + r * TILE)))
-}
-
-template <int D, typename T>
-void mix_rows(int rows, const float* weights, const T* values, int n, float* out) {
-    FOR_ROWS(rows, 4, (mix<R, D>(weights + r * TILE, values, n, out + r * D)))
-}
-
-// A row's scores of n keys to weights: e^(score - largest so far); what was added up before is scaled to match.
-template <int D>
-void softmax_row(float* scores, int n, float* largest, float* total, float* out) {
-    for (int j = n; j < TILE; j++) scores[j] = -INFINITY;
-    floats peak = load(scores);
-    for (int j = LANES; j < TILE; j += LANES) {
-        floats s = load(scores + j);
-        peak = s > peak ? s : peak;
-    }
-    const float now = max_of(peak);
-    if (now > *largest) {
-        const float shrink = std::exp(*largest - now);  // 0 at the first tile
-        *total *= shrink;
-        for (int i = 0; i < D; i += LANES) store(out + i, load(out + i) * shrink);
-        *largest = now;
-    }
-    floats sums = {};
-    for (int j = 0; j < TILE; j += LANES) {
-        floats s = load(scores + j);
-        floats weight = exp_of(s - *largest);
-        weight = s == -INFINITY ? floats{} : weight;
-        sums += weight;
-        store(scores + j, weight);
-    }
-    *total += sum_of(sums);
-}
-
-// The `group` query heads of one KV head, for `tokens` tokens from `position` on; q and out point to the first token.
-template <int D, typename Q, typename T>
-void attend(const Q* q, const T* k_cache, const T* v_cache, const int32_t* table, int64_t position, int tokens,
-            int64_t kv_head, const Shape& shape, Q* out, std::vector<float>& scratch) {
-    const int group = shape.heads / shape.kv_heads;
-    const int rows = tokens * group;
-    const int64_t bs = shape.block_size;
-    const int tile = std::min<int64_t>(TILE, bs);
-    scratch.resize(rows * (2 * D + TILE + 2) + 2 * TILE * D);
-    float* keys = scratch.data();
-    float* values = keys + TILE * D;
-    float* queries = values + TILE * D;
-    float* sums = queries + rows * D;
-    float* scores = sums + rows * D;
-    float* largest = scores + rows * TILE;
-    float* totals = largest + rows;
-    for (int t = 0; t < tokens; t++)
-        for (int g = 0; g < group; g++) {
-            const Q* row = q + (t * shape.heads + kv_head * group + g) * D;
-            for (int i = 0; i < D; i++) queries[(t * group + g) * D + i] = widen(row[i]) * shape.scale;
-        }
-    std::fill(sums, sums + rows * D, 0.0f);
-    std::fill(largest, largest + rows, -INFINITY);
-    std::fill(totals, totals + rows, 0.0f);
-    const int64_t length = position + tokens;
-    for (int64_t first = 0; first < length; first += tile) {
-        const int n = std::min<int64_t>(tile, length - first);
-        const int64_t place = table[first / bs] * shape.block_stride + (kv_head * bs + first % bs) * D;
-        // a token sees itself and what comes before it; those before `first` see nothing of this tile
-        const int blind = std::max<int64_t>(0, first - position) * group;
-        transpose_keys<D>(k_cache + place, n, keys);
-        score_rows<D>(rows - blind, queries + blind * D, keys, scores + blind * TILE);
-        for (int r = blind; r < rows; r++) {
-            const int seen = std::min<int64_t>(n, position + r / group + 1 - first);
-            softmax_row<D>(scores + r * TILE, seen, largest + r, totals + r, sums + r * D);
-        }
-        if constexpr (std::is_same_v<T, float>) {
-            mix_rows<D>(rows - blind, scores + blind * TILE, v_cache + place, n, sums + blind * D);
-        } else {
-            for (int i = 0; i < n * D; i += LANES) store(values + i, load(v_cache + place + i));
-            mix_rows<D>(rows - blind, scores + blind * TILE, values, n, sums + blind * D);
-        }
-    }
-    for (int t = 0; t < tokens; t++)
-        for (int g = 0; g < group; g++) {
-            const int r = t * group + g;
-            Q* row = out + (t * shape.heads + kv_head * group + g) * D;
-            const float scale = 1.0f / totals[r];
-            for (int i = 0; i < D; i++) narrow(row + i, sums[r * D + i] * scale);
-        }
-}
-
+// Some neighbouring queries of a sequence and the query heads of one KV head.
 struct Task {
-    int64_t sequence, token;
+    int64_t sequence, token, position;
     int tokens, kv_head;
+    int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
+
+    int64_t parts() const { return (position + tokens + PART - 1) / PART; }
 };
 
-template <int D, typename Q, typename T>
-void run(const Q* q, const T* k_cache, const T* v_cache, const int32_t* tables, const int32_t* query_starts,
-         const int32_t* seq_lens, int64_t sequences, const Shape& shape, Q* out) {
+// Memory of a thread that stays until the next call.
+class Scratch {
+    std::vector<uint32_t> memory_;
+    size_t used_ = 0;
+
+public:
+    void reset(size_t size) {
+        if (memory_.size() < size + 16) memory_.resize(size + 16);
+        used_ = (64 - (uintptr_t)memory_.data() % 64) / 4 % 16;
+    }
+    template <typename T>
+    T* take(size_t count) {
+        T* p = (T*)(memory_.data() + used_);
+        used_ += (count + 15) / 16 * 16;
+        return p;
+    }
+};
+
+template <int D>
+State take_state(Scratch& scratch, int rows) {
+    return {scratch.take<float>(rows * D), scratch.take<float>(rows), scratch.take<float>(rows)};
+}
+
+template <int D>
+constexpr int64_t state_size(int64_t rows) {
+    return rows * (D + 2);
+}
+
+// Queries and what becomes of them, [tokens, heads, head_dim]; both fp32 or both bf16.
+struct Rows {
+    const void* queries;
+    void* out;
+    bool are_bf16;
+};
+
+template <typename M, int D, typename T>
+class Attention {
+    const Rows q_;
+    const T *k_, *v_;
+    const int32_t* tables_;
+    const Shape& shape_;
+    const int group_;
+
+public:
+    Attention(const Rows& q, const T* k, const T* v, const int32_t* tables, const Shape& shape)
+        : q_(q), k_(k), v_(v), tables_(tables), shape_(shape), group_(shape.heads / shape.kv_heads) {}
+
+    int rows(const Task& task) const { return task.tokens * group_; }
+
+    // All of a task by one thread.
+    void whole(const Task& task, const Places& after, Scratch& scratch) const {
+        const Buffers buffers = begin(task, scratch);
+        const State state = take_state<D>(scratch, rows(task)), part = take_state<D>(scratch, rows(task));
+        state.clear<D>(rows(task));
+        for (int64_t i = 0; i < task.parts(); i++) {
+            attend_part(task, i, i + 1 < task.parts() ? find(task, (i + 1) * PART) : after, buffers, part);
+            merge<D>(rows(task), part, state);
+        }
+        finish(task, state);
+    }
+
+    // One part of a task.
+    void part(const Task& task, int64_t index, const Places& after, Scratch& scratch, float* partials) const {
+        const Buffers buffers = begin(task, scratch);
+        attend_part(task, index, after, buffers, partial(task, index, partials));
+    }
+
+    // The end of a task whose parts are all there.
+    void join(const Task& task, Scratch& scratch, float* partials) const {
+        scratch.reset(state_size<D>(rows(task)) + 48);
+        const State state = take_state<D>(scratch, rows(task));
+        state.clear<D>(rows(task));
+        for (int64_t i = 0; i < task.parts(); i++) merge<D>(rows(task), partial(task, i, partials), state);
+        finish(task, state);
+    }
+
+    // Where the tile that begins with key `first` lies.
+    Places find(const Task& task, int64_t first) const {
+        const int32_t* table = tables_ + task.sequence * shape_.table_stride;
+        const int64_t bs = shape_.block_size;
+        const int n = std::min<int64_t>(TILE, task.position + task.tokens - first);
+        Places places;
+        places.n = n;
+        for (int j = 0; j < n;) {
+            const int64_t offset = (first + j) % bs;
+            const int64_t place = table[(first + j) / bs] * shape_.block_stride + (task.kv_head * bs + offset) * D;
+            const int run = std::min<int64_t>(n - j, bs - offset);
+            for (int i = 0; i < run; i++) places.at[j++] = place + i * D;
+        }
+        return places;
+    }
+
+private:
+    Buffers begin(const Task& task, Scratch& scratch) const {
+        constexpr int W = WORDS<M, D>;
+        scratch.reset(rows(task) * (W + 1) + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
+        const Buffers buffers{scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
+                              scratch.take<uint32_t>(TILE * W), scratch.take<int>(rows(task))};
+        auto* queries = (typename M::number*)buffers.queries;
+        for (int t = 0; t < task.tokens; t++, queries += group_ * D) {
+            if (q_.are_bf16)
+                copy((const bf16*)q_.queries + row(task, t), 1.0f, group_, queries);
+            else
+                copy((const float*)q_.queries + row(task, t), 1.0f, group_, queries);
+        }
+        return buffers;
+    }
+
+    // Where the rows of a task's token begin.
+    int64_t row(const Task& task, int t) const {
+        return ((task.token + t) * shape_.heads + task.kv_head * group_) * D;
+    }
+
+    template <typename I, typename O>
+    static void copy(const I* in, float factor, int rows, O* out) {
+        for (int i = 0; i < rows * D; i += LANES) store(out + i, load(in + i) * factor);
+    }
+
+    State partial(const Task& task, int64_t index, float* partials) const {
+        float* sums = partials + task.partial + index * state_size<D>(rows(task));
+        return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
+    }
+
+    // `after` is what this thread will need when it is done.
+    void attend_part(const Task& task, int64_t index, const Places& after, const Buffers& buffers,
+                     const State& state) const {
+        state.clear<D>(rows(task));
+        const int64_t end = std::min(task.position + task.tokens, (index + 1) * PART);
+        Places next = find(task, index * PART);
+        for (int64_t first = index * PART; first < end; first += TILE) {
+            const Places places = next;
+            next = first + TILE < end ? find(task, first + TILE) : after;
+            pack_keys<M, D>(k_, places, next, buffers.keys);
+            pack_values<M, D>(v_, places, next, buffers.values);
+            // a token sees itself and what comes before it; those before `first` see nothing of this tile
+            const int blind = std::max<int64_t>(0, first - task.position) * group_;
+            for (int r = blind; r < rows(task); r++)
+                buffers.seen[r] = std::min<int64_t>(places.n, task.position + r / group_ + 1 - first);
+            attend_tile<M, D>(blind, rows(task), buffers.queries, buffers.keys, buffers.values, buffers.seen,
+                              shape_.scale, state);
+        }
+    }
+
+    void finish(const Task& task, const State& state) const {
+        for (int r = 0; r < rows(task); r++) {
+            const int64_t place = row(task, r / group_) + r % group_ * D;
+            // a sequence of no tokens is padding
+            const float scale = state.totals[r] > 0 ? 1.0f / state.totals[r] : 0.0f;
+            if (q_.are_bf16)
+                copy(state.sums + r * D, scale, 1, (bf16*)q_.out + place);
+            else
+                copy(state.sums + r * D, scale, 1, (float*)q_.out + place);
+        }
+    }
+};
+
+std::vector<Task> make_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape) {
     std::vector<Task> tasks;
     const int64_t most = std::max<int64_t>(1, ROWS / (shape.heads / shape.kv_heads));
     for (int64_t b = 0; b < sequences; b++)
         // from the end: the tasks that take longest first
-        for (int64_t end = query_starts[b + 1]; end > query_starts[b]; end -= most) {
-            const int64_t start = std::max<int64_t>(query_starts[b], end - most);
-            for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, start, int(end - start), h});
+        for (int64_t end = starts[b + 1]; end > starts[b]; end -= most) {
+            const int64_t token = std::max<int64_t>(starts[b], end - most);
+            const int64_t position = lengths[b] - (starts[b + 1] - token);
+            for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, token, position, int(end - token), h, -1});
         }
+    return tasks;
+}
+
+// Tasks so long that the others' threads would wait for them are divided; returns how much memory their states take.
+template <int D>
+int64_t divide(std::vector<Task>& tasks, int group) {
+    int64_t total = 0, memory = 0;
+    for (const Task& task : tasks) total += task.parts() * task.tokens;
+    for (Task& task : tasks)
+        if (task.parts() > 1 && task.parts() * task.tokens * TASKS * omp_get_max_threads() > total) {
+            task.partial = memory;
+            memory += task.parts() * state_size<D>(task.tokens * group);
+        }
+    return memory;
+}
+
+template <typename M, int D, typename T>
+void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
+         int64_t sequences, const Shape& shape) {
+    std::vector<Task> tasks = make_tasks(starts, lengths, sequences, shape);
+    const std::unique_ptr<float[]> partials(new float[divide<D>(tasks, shape.heads / shape.kv_heads)]);
+    struct Piece {
+        const Task* task;
+        int64_t part;
+    };
+    std::vector<Piece> pieces;
+    std::vector<const Task*> divided;
+    for (const Task& task : tasks) {
+        if (task.partial < 0) {
+            pieces.push_back({&task, -1});
+            continue;
+        }
+        divided.push_back(&task);
+        for (int64_t i = 0; i < task.parts(); i++) pieces.push_back({&task, i});
+    }
+    const Attention<M, D, T> attention(q, k, v, tables, shape);
+    static thread_local Scratch scratch;
 #pragma omp parallel
     {
-        std::vector<float> scratch;
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < tasks.size(); i++) {
-            const Task& task = tasks[i];
-            const int64_t b = task.sequence, row = task.token * shape.heads * D;
-            const int64_t position = seq_lens[b] - (query_starts[b + 1] - task.token);
-            attend<D>(q + row, k_cache, v_cache, tables + b * shape.table_stride, position, task.tokens, task.kv_head,
-                      shape, out + row, scratch);
+        for (size_t i = 0; i < pieces.size(); i++) {
+            Places after;
+            after.n = 0;
+            const size_t n = i + omp_get_num_threads();
+            if (n < pieces.size()) after = attention.find(*pieces[n].task, std::max<int64_t>(0, pieces[n].part) * PART);
+            if (pieces[i].part < 0)
+                attention.whole(*pieces[i].task, after, scratch);
+            else
+                attention.part(*pieces[i].task, pieces[i].part, after, scratch, partials.get());
+        }
+        if (!divided.empty()) {
+#pragma omp for schedule(dynamic, 1)
+            for (size_t i = 0; i < divided.size(); i++) attention.join(*divided[i], scratch, partials.get());
         }
     }
 }
 
-template <typename Q, typename T>
-int dispatch(const void* q, const void* k, const void* v, const int32_t* tables, const int32_t* starts,
-             const int32_t* lens, int64_t sequences, int64_t head_dim, const Shape& shape, void* out) {
+template <typename M, typename T>
+int dispatch(const Rows& q, const void* k, const void* v, const int32_t* tables, const int32_t* starts,
+             const int32_t* lengths, int64_t sequences, int64_t head_dim, const Shape& shape) {
 #define CASE(D) \
-    case D: run<D>((const Q*)q, (const T*)k, (const T*)v, tables, starts, lens, sequences, shape, (Q*)out); return 0;
+    case D: run<M, D>(q, (const T*)k, (const T*)v, tables, starts, lengths, sequences, shape); return 0;
     switch (head_dim) {
         CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(192) CASE(256)
     }
@@ -217,17 +269,18 @@ int dispatch(const void* q, const void* k, const void* v, const int32_t* tables,
 
 }  // namespace
 
-// Returns 0, or 1 where there is no kernel for this head_dim, or a tile would run over the end of a block.
+// Returns 0, or 1 where there is no kernel for this head_dim.
 extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, const void* v, int cache_bf16,
                                       const int32_t* tables, int64_t table_stride, const int32_t* starts,
-                                      const int32_t* lens, int64_t sequences, int64_t heads, int64_t kv_heads,
+                                      const int32_t* lengths, int64_t sequences, int64_t heads, int64_t kv_heads,
                                       int64_t head_dim, int64_t block_size, int64_t block_stride, float scale,
                                       void* out) {
-    if (block_size > TILE && block_size % TILE) return 1;
-    const Shape shape{heads, kv_heads, block_size, block_stride, table_stride, scale};
-    if (q_bf16 && cache_bf16)
-        return dispatch<bf16, bf16>(q, k, v, tables, starts, lens, sequences, head_dim, shape, out);
-    if (q_bf16) return dispatch<bf16, float>(q, k, v, tables, starts, lens, sequences, head_dim, shape, out);
-    if (cache_bf16) return dispatch<float, bf16>(q, k, v, tables, starts, lens, sequences, head_dim, shape, out);
-    return dispatch<float, float>(q, k, v, tables, starts, lens, sequences, head_dim, shape, out);
+    const Shape shape{heads, kv_heads, block_size, block_stride, table_stride, scale * float(M_LOG2E)};
+    const Rows rows{q, out, q_bf16 != 0};
+#define CALL(M, T) dispatch<M, T>(rows, k, v, tables, starts, lengths, sequences, head_dim, shape)
+#if defined(__AVX512BF16__)
+    if (q_bf16 && cache_bf16) return CALL(Pair, bf16);
+#endif
+    return cache_bf16 ? CALL(Single, bf16) : CALL(Single, float);
+#undef CALL
 }

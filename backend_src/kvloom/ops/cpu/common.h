@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
 
 #if defined(__AVX512F__)
 #define LANES_512 1
@@ -34,17 +35,32 @@ static inline floats load(const bf16* p) {
     return (floats)(__builtin_convertvector(h, words) << 16);
 }
 
+static inline words load(const uint32_t* p) {
+    words x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
 static inline void store(float* p, floats x) {
     std::memcpy(p, &x, sizeof x);
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN.
+static inline void store(uint32_t* p, words x) {
+    std::memcpy(p, &x, sizeof x);
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN. The machine's own instruction takes numbers below 2^-126 as zero.
 static inline void store(bf16* p, floats x) {
+#if defined(__AVX512BF16__)
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(p, &h, sizeof h);
+#else
     words u = (words)x;
     words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     words nan = (words)(x != x);
     halves h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), halves);
     std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 static inline float widen(float x) { return x; }
@@ -83,22 +99,31 @@ static inline floats exp_of(floats x) {
     return p * (floats)scale;
 }
 
-// Transposes LANES vectors of LANES numbers by swapping ever larger blocks off the diagonal (Eklundh, 1972).
-static inline void transpose(floats* rows) {
+// Swaps the blocks of SIZE lanes off the diagonal of each pair of blocks.
+template <int SIZE>
+static inline void swap_blocks(floats* rows) {
     typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
-    for (int size = 1; size < LANES; size *= 2) {
-        lanes first, second;
-        for (int l = 0; l < LANES; l++) {
-            first[l] = l & size ? LANES + l - size : l;
-            second[l] = l & size ? LANES + l : l + size;
-        }
-        for (int i = 0; i < LANES; i++) {
-            if (i & size) continue;
-            const floats a = rows[i], b = rows[i + size];
-            rows[i] = __builtin_shuffle(a, b, first);
-            rows[i + size] = __builtin_shuffle(a, b, second);
-        }
+    lanes first, second;
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) {
+        first[l] = l & SIZE ? LANES + l - SIZE : l;
+        second[l] = l & SIZE ? LANES + l : l + SIZE;
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & SIZE) continue;
+        const floats a = rows[i], b = rows[i + SIZE];
+        rows[i] = __builtin_shuffle(a, b, first);
+        rows[i + SIZE] = __builtin_shuffle(a, b, second);
+    }
+}
+
+// Transposes LANES vectors of LANES numbers by swapping ever larger blocks (Eklundh, 1972).
+static inline void transpose(floats* rows) {
+    swap_blocks<1>(rows);
+    swap_blocks<2>(rows);
+    swap_blocks<4>(rows);
+    if constexpr (LANES == 16) swap_blocks<8>(rows);
 }
 
 // Halves the width of a vector by an operation on its two halves.

@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
 
 template <typename U, typename O>
-void add_rms_norm(const float* residual, const U* update, const float* weight, float eps, int64_t rows, int64_t width,
+void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, int64_t rows, int64_t width,
                   float* sum, O* normed) {
 #pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
     for (int64_t r = 0; r < rows; r++) {
@@ -33,7 +33,7 @@ void add_rms_norm(const float* residual, const U* update, const float* weight, f
         const float scale = 1.0f / std::sqrt(squares / width + eps);
         O* out = normed + r * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * weight[i]);
+        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * widen(weight[i]));
     }
 }
 
@@ -47,7 +47,6 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
         const Q* row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float* cosines = cos_sin + positions[t] * dim;
         const float* sines = cosines + half;
-        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
         for (int64_t h = 0; h < heads; h++) {
             const Q* in = row + h * dim;
             Q* out = q_out + (t * heads + h) * dim;
@@ -58,6 +57,8 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
                 narrow(out + half + i, b * cosines[i] + a * sines[i]);
             }
         }
+        if (slots[t] < 0) continue;
+        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
         for (int64_t h = 0; h < kv_heads; h++) {
             const Q* key = row + (heads + h) * dim;
             const Q* value = row + (heads + kv_heads + h) * dim;
@@ -98,15 +99,15 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
 
 }  // namespace
 
-extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const float* weight,
-                                    float eps, int64_t rows, int64_t width, float* sum, void* normed,
-                                    int normed_bf16) {
+extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
+                                    int weight_bf16, float eps, int64_t rows, int64_t width, float* sum,
+                                    void* normed) {
 #define CALL(U, O) \
-    add_rms_norm<U, O>(residual, (const U*)update, weight, eps, rows, width, sum, (O*)normed)
+    add_rms_norm<U, O>(residual, (const U*)update, (const O*)weight, eps, rows, width, sum, (O*)normed)
     if (update_bf16)
-        normed_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
+        weight_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
     else
-        normed_bf16 ? CALL(float, bf16) : CALL(float, float);
+        weight_bf16 ? CALL(float, bf16) : CALL(float, float);
 #undef CALL
 }
 

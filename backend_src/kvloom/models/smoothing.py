@@ -1,0 +1,92 @@
+"""SmoothQuant (Xiao et al., 2022): a norm's outliers moved into the weights behind it, before both become INT8.
+
+A channel of a norm's output is divided by s = peak(x)^a / peak(W)^(1 - a), and the weights that take it are multiplied
+by s: the same function, with channels whose peaks are alike. Peaks of activations are those of a text, below.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvloom.models.spec import ModelSpec, rope_inv_freq
+
+ALPHA = 0.5
+"""How much of the outliers moves: the paper's, and the best of 0.4 to 0.6 with the default model."""
+
+LEAST = 1e-5
+"""No peak counts as smaller than this."""
+
+MOST_TOKENS = 256
+"""Tokens of the text that are computed."""
+
+TEXT = """\
+The lighthouse keeper wrote the weather down at six every morning: wind from the north-west, 14 knots, visibility good.
+"Nothing passed in the night," she told the harbour master, "but for two trawlers and a coaster bound for Bergen."
+He asked: how many litres of oil are left? About 340, she said, which is enough for 17 days at 20 litres a day.
+
+To sort a list in Python, call sorted(items, key=lambda item: item.price); it returns a new list and leaves the old one
+as it was. In C, qsort(array, n, sizeof array[0], compare) sorts in place.
+
+| city | inhabitants | founded |
+|---|---|---|
+| Lisbon | 545,000 | about 1200 BC |
+| Vienna | 2,006,000 | 15 BC |
+
+Photosynthesis turns carbon dioxide and water into sugar and oxygen; its light reactions happen in the thylakoids.
+Q: Is it right that sound can't travel through a vacuum? A: Yes. Sound is a wave of pressure, and needs a medium.
+"""
+"""Some of what models read: prose, speech, numbers, code, a table. Of our own making."""
+
+
+def smoothing(
+    spec: ModelSpec, read: Callable[[str], torch.Tensor], token_ids: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """What each norm before quantized products is to be divided by.
+
+    Args:
+        spec: the model's shape.
+        read: canonical name to its weight in fp32; every layer is read once and let go.
+        token_ids: the text; at most ``MOST_TOKENS`` of it are computed.
+
+    Returns:
+        Name of a norm to fp32 [hidden].
+    """
+    factors = {}
+    count = min(len(token_ids), MOST_TOKENS, spec.context_length)
+    x = read("embed_tokens.weight")[list(token_ids[:count])]
+    angles = torch.outer(torch.arange(count, dtype=torch.float32), rope_inv_freq(spec))
+    angles = torch.cat((angles, angles), -1)
+
+    def normed(name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (spec.hidden_size,), read(name), spec.norm_eps)
+
+    def factor(inputs: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        peaks = inputs.abs().amax(0).clamp(min=LEAST)
+        weight = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=LEAST)
+        return peaks**ALPHA / weight ** (1 - ALPHA)
+
+    def heads(product: torch.Tensor) -> torch.Tensor:
+        return product.view(count, -1, spec.head_dim).transpose(0, 1)
+
+    def rotated(product: torch.Tensor) -> torch.Tensor:
+        x = heads(product)
+        first, second = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    for i in range(spec.n_layers):
+        layer = f"layers.{i}"
+        name = f"{layer}.input_layernorm.weight"
+        hidden = normed(name)
+        q, k, v = (read(f"{layer}.self_attn.{part}_proj.weight") for part in "qkv")
+        factors[name] = factor(hidden, q, k, v)
+        group = spec.n_heads // spec.n_kv_heads
+        keys, values = (part.repeat_interleave(group, 0) for part in (rotated(hidden @ k.T), heads(hidden @ v.T)))
+        mixed = torch.nn.functional.scaled_dot_product_attention(rotated(hidden @ q.T), keys, values, is_causal=True)
+        x = x + mixed.transpose(0, 1).reshape(count, -1) @ read(f"{layer}.self_attn.o_proj.weight").T
+        name = f"{layer}.post_attention_layernorm.weight"
+        hidden = normed(name)
+        gate, up = (read(f"{layer}.mlp.{part}_proj.weight") for part in ("gate", "up"))
+        factors[name] = factor(hidden, gate, up)
+        activated = torch.nn.functional.silu(hidden @ gate.T) * (hidden @ up.T)
+        x = x + activated @ read(f"{layer}.mlp.down_proj.weight").T
+    return factors

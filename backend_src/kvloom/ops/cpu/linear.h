@@ -1,0 +1,102 @@
+// What every product with a packed weight shares: y = x W^T.
+//
+// The weight lies in panels of PANEL outputs, so that a panel is read once, in order, at the speed of memory, while
+// the sums of a tile of rows stay in registers. What a row gives depends on no other row: a sum is added up in the
+// same order whatever the tile.
+#pragma once
+#include <algorithm>
+#include <omp.h>
+#include <type_traits>
+
+#include "common.h"
+
+namespace {
+
+constexpr int PANEL = 2 * LANES;
+constexpr int TILE = LANES == 16 ? 12 : 4;  // rows whose sums are in registers together
+constexpr int64_t ROWS = 96;  // rows per pass over a panel: their inputs stay in the L2 cache
+
+// Inputs that one step takes: bf16 is multiplied in pairs where the machine can.
+#if defined(__AVX512BF16__)
+constexpr int64_t PAIR = 2;
+#else
+constexpr int64_t PAIR = 1;
+#endif
+
+template <typename T>
+constexpr int64_t STEP = std::is_same_v<T, bf16> ? PAIR : 1;
+
+// Adds STEP inputs of a row times LANES outputs' weights: fp32, or pairs of bf16.
+static inline void step(floats& sum, const float* x, floats w) { sum += *x * w; }
+
+static inline void step(floats& sum, const bf16* x, floats w) {
+#if defined(__AVX512BF16__)
+    int pair;
+    std::memcpy(&pair, x, sizeof pair);
+    sum = (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+#else
+    sum += widen(*x) * w;
+#endif
+}
+
+static inline floats load_weights(const float* w) { return load(w); }
+
+static inline floats load_weights(const bf16* w) {
+#if defined(__AVX512BF16__)
+    floats pairs;
+    std::memcpy(&pairs, w, sizeof pairs);
+    return pairs;
+#else
+    return load(w);
+#endif
+}
+
+// The same for the two halves of a panel.
+template <typename T>
+static inline void step(floats& low, floats& high, const T* x, const T* w) {
+    step(low, x, load_weights(w));
+    step(high, x, load_weights(w + LANES * STEP<T>));
+}
+
+// One row's results of a panel, the last of which may be narrower.
+template <typename O>
+static inline void store_row(O* out, floats low, floats high, int width) {
+    if (width == PANEL) {
+        store(out, low);
+        store(out + LANES, high);
+        return;
+    }
+    float sums[PANEL];
+    store(sums, low);
+    store(sums + LANES, high);
+    for (int i = 0; i < width; i++) narrow(out + i, sums[i]);
+}
+
+// Calls tile(count, first) for tiles of rows that cover [first, end); count is a constant of the compiler's.
+template <typename F>
+static inline void for_tiles(int64_t first, int64_t end, F&& tile) {
+#define TILES_OF(R) tile(std::integral_constant<int, R>(), first), first += R
+    while (first + TILE <= end) TILES_OF(TILE);
+    if constexpr (TILE > 8)
+        if (first + 8 <= end) TILES_OF(8);
+    if (first + 4 <= end) TILES_OF(4);
+    if (first + 2 <= end) TILES_OF(2);
+    if (first < end) TILES_OF(1);
+#undef TILES_OF
+}
+
+// Calls work(panel, width, first row, end row) for every panel and pass, in parallel.
+template <typename F>
+static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, passes = (rows + ROWS - 1) / ROWS, tasks = panels * passes;
+    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
+    const int64_t threads = omp_get_max_threads(), chunk = rows <= 16 ? (tasks + threads - 1) / threads : 1;
+#pragma omp parallel for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t panel = task % panels, pass = task / panels;
+        const int width = std::min<int64_t>(PANEL, outputs - panel * PANEL);
+        work(panel, width, pass * ROWS, std::min(rows, (pass + 1) * ROWS));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,26 @@
+"""How many programs share the keys of a sequence."""
+
+import triton
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+LEAST_TOKENS = 256
+"""Of a split: with fewer, writing and joining the parts costs more than it gains."""
+MOST_TOKENS = 4096
+"""Of a split: a longest sequence among short ones is then no program that the others wait for."""
+MOST_PROGRAMS_PER_MULTIPROCESSOR = 64
+"""A limit to ``MOST_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
+MOST_SPLITS = 128
+
+
+def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
+    """Parts that the keys of each sequence are divided into: a power of two.
+
+    Enough programs for the whole machine, and no part so long that all wait for it, but none that is too short to pay.
+    It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
+    """
+    length = triton.next_power_of_2(max(max_length, 1))
+    pairs = batch * kv_heads
+    busy = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs
+    short = min(length // MOST_TOKENS, MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
+    wanted = triton.next_power_of_2(max(busy, short, 1))
+    return max(1, min(wanted, length // LEAST_TOKENS, MOST_SPLITS))

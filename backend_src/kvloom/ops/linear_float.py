@@ -1,0 +1,180 @@
+"""Products with fp32 and bf16 weights."""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvloom.ops.native import library
+from kvloom.ops.packed_memory import Allocate, small_pages
+
+BATCH_HINT = 32
+"""oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
+
+MAX_SUM = 192
+"""oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
+
+Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
+plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
+exact.
+"""
+
+_PACKED_ROWS = 64
+_PACKED_COLUMN_BYTES = 64
+"""oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
+
+_MOST_KERNELS = 1024
+_KERNEL_BYTES = 640 * 2**10
+"""oneDNN builds a kernel for each shape of a product and keeps the last 1,024 of them; measured: 0.56 to 0.58 MiB each
+(AVX-512, fp32 and bf16)."""
+
+
+def kernel_rows(rows: int) -> int:
+    """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
+
+    oneDNN builds a kernel for each number of rows, milliseconds and up to a megabyte each, and keeps up to 1,024.
+    And it may sum one row in another order than two: a lone request would differ from one in a batch.
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return max(2, -(-rows // step) * step) if rows else 0
+
+
+class NativeLinear:
+    """See cpu/linear_float.cpp."""
+
+    def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
+        lib = library(weight)
+        assert lib is not None
+        self._lib = lib
+        self._out_features, in_features = weight.shape
+        self._width = in_features
+        pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
+        panel = lib.kvloom_linear_panel()
+        self._in_features = -(-in_features // pair) * pair
+        panels = -(-self._out_features // panel)
+        size = panels * panel * self._in_features * weight.itemsize
+        self._packed = allocate(size).view(weight.dtype)
+        weight = weight.contiguous()
+        lib.kvloom_linear_pack(
+            weight.data_ptr(),
+            weight.dtype is torch.bfloat16,
+            self._out_features,
+            in_features,
+            self._in_features,
+            self._packed.data_ptr(),
+        )
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
+        if self._width != self._in_features:
+            x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
+        assert x.is_contiguous() and x.dtype is self._packed.dtype
+        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        self._lib.kvloom_linear(
+            x.data_ptr(),
+            x.dtype is torch.bfloat16,
+            x.shape[0],
+            x.shape[1],
+            self._packed.data_ptr(),
+            self._out_features,
+            out.data_ptr(),
+            out.dtype is torch.bfloat16,
+        )
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``TiedLinear``."""
+        out = torch.empty(ids.shape[0], self._width)
+        self._lib.kvloom_linear_rows(
+            self._packed.data_ptr(),
+            self._packed.dtype is torch.bfloat16,
+            ids.data_ptr(),
+            ids.shape[0],
+            self._width,
+            self._in_features,
+            out.data_ptr(),
+        )
+        return out
+
+
+class CudaLinear:
+    """cuBLAS. Its sums are fp32; their order, and so the last bits, may depend on the number of rows."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        if out_dtype is None or out_dtype is x.dtype:
+            return torch.mm(x, self._weight.t())
+        return torch.mm(x, self._weight.t(), out_dtype=out_dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``TiedLinear``."""
+        return self._weight[ids].float()
+
+
+class OneDnnLinear:
+    """The weight in oneDNN's blocked layout, beside the plain one where its rows are wanted too."""
+
+    def __init__(self, weight: torch.Tensor, keep_rows: bool = False):
+        self._weight = weight if keep_rows else None
+        self._split = _split(weight.shape[1], weight.dtype)
+        self._packed = [
+            torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
+            for part in weight.split(self._split, 1)
+        ]
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        rows = x.shape[0]
+        padding = kernel_rows(rows) - rows
+        y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
+        return y.to(out_dtype or x.dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``TiedLinear``."""
+        assert self._weight is not None
+        return self._weight[ids].float()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = x.split(self._split, 1)
+        y = torch.ops.mkldnn._linear_pointwise(first, self._packed[0], None, "none", [], "")
+        for part, packed in zip(others, self._packed[1:], strict=True):
+            y = torch.ops.mkldnn._linear_pointwise.binary(part, y, packed, None, "add")
+        return y
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Bytes of a weight [out_features, in_features] in ``OneDnnLinear``; a little more than in ``NativeLinear``."""
+    split = _split(in_features, dtype)
+    widths = [min(split, in_features - start) for start in range(0, in_features, split)]
+    row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
+    return _up(out_features, _PACKED_ROWS) * row
+
+
+def kernels_bytes(products: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+    """Bytes of the kernels that oneDNN keeps for products, once each number of rows has come.
+
+    Args:
+        products: in_features of each shape of weight, and the most rows it is multiplied with.
+        dtype: of the weights.
+    """
+    count = 0
+    for in_features, rows in products:
+        # the first part's product is one kind, adding another's to it a second, and that of a narrower last part
+        split = _split(in_features, dtype)
+        kinds = 1 + (in_features > split) + (in_features > split and in_features % split > 0)
+        count += kinds * len({kernel_rows(fewer) for fewer in range(1, rows + 1)})
+    return min(count, _MOST_KERNELS) * _KERNEL_BYTES
+
+
+def _split(in_features: int, dtype: torch.dtype) -> int:
+    """Columns of a weight that one product takes."""
+    # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
+    parts = -(-in_features // MAX_SUM) if dtype is torch.float32 else 1
+    return -(-in_features // parts)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

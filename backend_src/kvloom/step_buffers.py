@@ -1,0 +1,156 @@
+"""A step's inputs on a GPU: at the same addresses in every step, sent in one copy."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvloom.models.decoder import Batch
+
+_ALIGNMENT = 256
+"""Bytes: every field begins at a multiple, so that kernels may load it in vectors."""
+
+_TABLE_STEP = 16
+"""A block table's row is a multiple of so many entries long: a stride that kernels know to be divisible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the token of each of R rows is chosen; see ``ops.sampling.pick``.
+
+    Attributes:
+        temperature: fp32 [R]; 0 takes the likeliest.
+        min_p: fp32 [R].
+        top_k: int64 [R].
+        top_p: fp32 [R].
+        uniform: fp64 [R].
+    """
+
+    temperature: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniform: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which ``ops.sampling`` takes them."""
+        return self.temperature, self.min_p, self.top_k, self.top_p, self.uniform
+
+
+class StepBuffers:
+    """The inputs of the largest step, on the host in pinned memory and on the device.
+
+    Eager steps and recorded ones read the same addresses. A recorded one has a fixed number of sequences: what is left
+    is padding, sequences of length 0 whose one token has slot -1, so that nothing of it is written.
+
+    Args:
+        tokens: most tokens in a step.
+        sequences: most sequences in a step.
+        blocks: most blocks of a sequence.
+        device: where the step is computed.
+    """
+
+    def __init__(self, tokens: int, sequences: int, blocks: int, device: torch.device):
+        rows = {
+            "query_starts": (torch.int32, sequences + 1),
+            "seq_lens": (torch.int32, sequences),
+            "logit_rows": (torch.int64, sequences),
+            "temperature": (torch.float32, sequences),
+            "min_p": (torch.float32, sequences),
+            "top_k": (torch.int64, sequences),
+            "top_p": (torch.float32, sequences),
+            "uniform": (torch.float64, sequences),
+        }
+        flat = {name: (torch.int64, max(tokens, sequences)) for name in ("tokens", "positions", "slots")}
+        width = -(-blocks // _TABLE_STEP) * _TABLE_STEP
+        # the tables come last: they are the largest, and only the rows in use are sent
+        layout = {**rows, **flat, "block_tables": (torch.int32, sequences * width)}
+        size = sum(_padded(dtype, count) for dtype, count in layout.values())
+        self._on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._host, self._device = _carve(self._on_host, layout), _carve(self._on_device, layout)
+        for fields in (self._host, self._device):
+            fields["block_tables"] = fields["block_tables"].view(sequences, width)
+        self._fixed = size - _padded(*layout["block_tables"])
+        self._row_bytes = width * torch.int32.itemsize
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, batch: Batch, draws: Draws, sequences: int | None = None) -> None:
+        """Copy a step to the device, without waiting for that.
+
+        Args:
+            batch: on the host.
+            draws: on the host, a row for each of ``batch.logit_rows``.
+            sequences: pad to so many, each with one token; None: as they are.
+        """
+        if self._sent is not None:
+            # the host's memory must not change before the last copy from it is done
+            self._sent.synchronize()
+        count, width = batch.block_tables.shape
+        self._host["block_tables"][:count, :width] = batch.block_tables
+        for name in ("tokens", "positions", "slots", "query_starts", "seq_lens", "logit_rows"):
+            _put(self._host[name], getattr(batch, name))
+        for name in Draws.__slots__:
+            _put(self._host[name], getattr(draws, name))
+        if sequences is not None and sequences > count:
+            self._pad(count, sequences)
+        used = self._fixed + max(count, sequences or 0) * self._row_bytes
+        self._on_device[:used].copy_(self._on_host[:used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def batch(self, tokens: int, sequences: int, samples: int, max_queries: int, max_length: int) -> Batch:
+        """The device's side of a step of so many tokens, sequences and rows whose logits are wanted."""
+        fields = self._device
+        return Batch(
+            tokens=fields["tokens"][:tokens],
+            positions=fields["positions"][:tokens],
+            slots=fields["slots"][:tokens],
+            query_starts=fields["query_starts"][: sequences + 1],
+            seq_lens=fields["seq_lens"][:sequences],
+            block_tables=fields["block_tables"][:sequences],
+            logit_rows=fields["logit_rows"][:samples],
+            max_queries=max_queries,
+            max_length=max_length,
+        )
+
+    def draws(self, samples: int) -> Draws:
+        """The device's side of how so many rows are drawn."""
+        return Draws(**{name: self._device[name][:samples] for name in Draws.__slots__})
+
+    def pad_all(self, sequences: int) -> None:
+        """Fill the device's side with ``sequences`` of padding alone."""
+        self._pad(0, sequences)
+        self._on_device.copy_(self._on_host)
+
+    def _pad(self, count: int, sequences: int) -> None:
+        host, padding = self._host, slice(count, sequences)
+        host["tokens"][padding] = 0
+        host["positions"][padding] = 0
+        host["slots"][padding] = -1
+        host["seq_lens"][padding] = 0
+        host["query_starts"][count : sequences + 1] = torch.arange(count, sequences + 1, dtype=torch.int32)
+        host["logit_rows"][padding] = torch.arange(count, sequences)
+        host["temperature"][padding] = 0
+        host["min_p"][padding] = 0
+        host["top_k"][padding] = 1
+        host["top_p"][padding] = 1
+        host["uniform"][padding] = 0
+
+
+def _put(target: torch.Tensor, values: torch.Tensor) -> None:
+    assert values.dtype is target.dtype
+    target[: len(values)] = values
+
+
+def _padded(dtype: torch.dtype, count: int) -> int:
+    return -(-dtype.itemsize * count // _ALIGNMENT) * _ALIGNMENT
+
+
+def _carve(memory: torch.Tensor, layout: dict[str, tuple[torch.dtype, int]]) -> dict[str, torch.Tensor]:
+    """View bytes as the fields of a layout, one after the other."""
+    fields, start = {}, 0
+    for name, (dtype, count) in layout.items():
+        fields[name] = memory[start : start + dtype.itemsize * count].view(dtype)
+        start += _padded(dtype, count)
+    return fields

@@ -1,0 +1,121 @@
+"""Check and time the GPU kernels and steps on a GPU; writes build/reports/gpu-check.json.
+
+Needs the repository, torch, triton and numpy; under 8 minutes on an H200. ``--dry`` runs the same code on a CPU in
+triton's interpreter (TRITON_INTERPRET=1), at tiny shapes; its times mean nothing.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+for folder in ("gpu", "backend_src"):
+    # where kvloom is not installed
+    sys.path.insert(0, str(ROOT / folder))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from kvloom.ops.gpu import use_triton_everywhere  # noqa: E402
+from kvloom_gpu import exact, speed, steps  # noqa: E402
+from kvloom_gpu.bench import Clock, copy_bandwidth  # noqa: E402
+from kvloom_gpu.sizes import Sizes, dry, h200  # noqa: E402
+
+SECONDS = 420
+"""After so many, what is left is reported as not run."""
+
+Part = Callable[[], Iterator[dict[str, Any]]]
+
+
+class Report:
+    """Rows as they come, written at once: a run that is cut short leaves what it had."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]):
+        self._path = path
+        self._began = time.monotonic()
+        self.meta = meta
+        self.rows: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(self, part: str, rows: Part) -> None:
+        """Take a part's rows until the time is up; a part that fails is a row, too, and ends no other."""
+        began = time.monotonic()
+        try:
+            for row in rows():
+                self._add({"part": part, **row})
+                if time.monotonic() - self._began > SECONDS:
+                    self._add({"part": part, "ok": False, "detail": f"cut short after {SECONDS} s"})
+                    break
+        except Exception:  # noqa: BLE001 what fails on a GPU must not cost the other parts' results
+            self._add({"part": part, "ok": False, "detail": traceback.format_exc()[-3000:]})
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.meta[f"{part}_s"] = round(time.monotonic() - began, 1)
+        self._write()
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(_line(row), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        self._path.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    values = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
+    return ("" if row.get("ok", True) else "FAILED ") + " ".join(values)
+
+
+def _meta(sizes: Sizes, seed: int) -> dict[str, Any]:
+    on_gpu = sizes.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(sizes.device) if on_gpu else f"CPU, a dry run: {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "seed": seed,
+    }
+
+
+def main() -> int:
+    """Run every part; 0 where everything is right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="on the CPU, in triton's interpreter")
+    parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "gpu-check.json")
+    arguments = parser.parse_args()
+    if arguments.dry:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            parser.error("--dry needs TRITON_INTERPRET=1 in the environment")
+        sizes = dry()
+        use_triton_everywhere(True)
+    elif torch.cuda.is_available():
+        sizes = h200(torch.device("cuda:0"))
+    else:
+        parser.error("torch sees no GPU; --dry runs the same code on a CPU")
+    seed = time.time_ns() % 2**31
+    torch.manual_seed(seed)
+    report = Report(arguments.report, _meta(sizes, seed))
+    clock = Clock(sizes.device, sizes.repeats)
+    bandwidth = copy_bandwidth(clock, sizes.device, sizes.copy_bytes)
+    report.meta["copy_gb_s"] = bandwidth / 1e9
+    report.run("exact", lambda: exact.rows(sizes))
+    report.run("toy", lambda: steps.toy_rows(sizes))
+    report.run("steps", lambda: steps.step_rows(sizes, clock, bandwidth))
+    report.run("speed", lambda: speed.rows(sizes, clock, bandwidth))
+    bad = [row for row in report.rows if not row.get("ok", True)]
+    print(f"{len(report.rows)} rows, {len(bad)} failed; {json.dumps(report.meta)}; {arguments.report}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The audit: every kernel compiled for every target, its machine code held against ``limits``."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from rich.console import Console
+from rich.table import Table
+
+from kvloom_gpu.compiling import TARGETS, compiled
+from kvloom_gpu.launches import Work, triton_everywhere
+from kvloom_gpu.limits import LIMITS, NO_LIMITS, SHARED_LIMIT, Limits
+from kvloom_gpu.machine_code import MachineCode, read
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel on one target.
+
+    Attributes:
+        kernel: its name.
+        target: one of ``TARGETS``.
+        shape: the model and the step it was launched for first.
+        code: its machine code; None where it did not compile.
+        faults: what is wrong with it, in words; empty where it is fine.
+    """
+
+    kernel: str
+    target: str
+    shape: str
+    code: MachineCode | None
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it keeps to its limits."""
+        return not self.faults
+
+    def values(self) -> dict[str, Any]:
+        """The row for programs."""
+        code = self.code
+        figures = (
+            {}
+            if code is None
+            else {
+                "regs": code.regs,
+                "spills": code.spills,
+                "stack": code.stack,
+                "shared": code.shared,
+                "loads_128": code.loads_128,
+                "wide_share": round(code.wide_share, 3),
+                "mma": code.mma,
+                "loop": code.loop,
+                "issue_util": None if code.issue_util is None else round(code.issue_util, 3),
+            }
+        )
+        return {
+            "kernel": self.kernel,
+            "target": self.target,
+            "shape": self.shape,
+            **figures,
+            "ok": self.ok,
+            "faults": self.faults,
+        }
+
+
+def audit(works: Iterable[Work], targets: Iterable[str] = TARGETS, limits: dict[str, Limits] = LIMITS) -> list[Row]:
+    """Compile what the works launch and judge it. A kernel that several works launch alike comes once per target."""
+    rows: list[Row] = []
+    seen: set[tuple[str, str]] = set()
+    with triton_everywhere():
+        for work in works:
+            for target in targets:
+                try:
+                    kernels = compiled(TARGETS[target], work.launch)
+                except Exception as error:  # noqa: BLE001 a kernel that does not compile is a finding, like others
+                    rows.append(Row("?", target, work.shape, None, [f"does not compile: {error}"[:500]]))
+                    continue
+                for name, kernel in kernels:
+                    if (target, kernel.hash) not in seen:
+                        seen.add((target, kernel.hash))
+                        code = read(kernel)
+                        rows.append(
+                            Row(name, target, work.shape, code, faults(code, target, limits.get(name, NO_LIMITS)))
+                        )
+    return rows
+
+
+def faults(code: MachineCode, target: str, limits: Limits) -> list[str]:
+    """What a kernel's machine code is at fault with, in words."""
+    found = []
+    if code.spills or code.stack:
+        found.append(f"spills: {code.spills} instructions, a stack of {code.stack} bytes")
+    if code.shared > SHARED_LIMIT[target]:
+        found.append(f"shared memory: {code.shared} bytes of {SHARED_LIMIT[target]}")
+    # on AMD, direct-to-LDS and buffer loads of a wave are counted otherwise: compiled, spills and memory are judged
+    if target.startswith("gfx"):
+        return found
+    if limits.wide is not None and code.wide_share < limits.wide:
+        found.append(f"loads: {code.wide_share:.0%} of the main loop's bytes are 128 bits wide")
+    if limits.issue_util is not None and not (code.issue_util or 9.99) <= limits.issue_util:
+        found.append(f"issue slots: {code.issue_util or 9.99:.0%} of them, {limits.issue_util:.0%} are allowed")
+    if limits.mma is not None and code.mma not in limits.mma[target]:
+        found.append(f"matrix instruction: {code.mma}, not {' or '.join(limits.mma[target])}")
+    return found
+
+
+def meta() -> dict[str, Any]:
+    """What the figures were made with."""
+    return {"triton": triton.__version__, "targets": list(TARGETS)}
+
+
+def print_table(rows: list[Row], console: Console) -> None:
+    """Print the rows for people, the faulty ones last."""
+    table = Table(title="kernel audit")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("target")
+    table.add_column("first launched for", no_wrap=True)
+    for name in ("regs", "spills", "shared", "128-bit loads", "wide", "mma", "issue", "ok"):
+        table.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: not row.ok):
+        code = row.code
+        if code is None:
+            table.add_row(row.kernel, row.target, row.shape, *["-"] * 7, "no")
+            continue
+        issue = code.issue_util
+        table.add_row(
+            row.kernel,
+            row.target,
+            row.shape,
+            str(code.regs),
+            str(code.spills),
+            f"{code.shared:,}",
+            str(code.loads_128),
+            f"{code.wide_share:.0%}",
+            code.mma or "-",
+            "-" if issue is None else f"{issue:.0%}",
+            "yes" if row.ok else "NO",
+        )
+    console.print(table)
+    for row in rows:
+        for fault in row.faults:
+            console.print(f"{row.kernel} on {row.target} ({row.shape}): {fault}", highlight=False)

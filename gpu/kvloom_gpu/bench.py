@@ -1,0 +1,83 @@
+"""Timing: graph replays between events on a GPU; the wall clock where the same code runs dry on a CPU."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Clock:
+    """Times work on a device.
+
+    Args:
+        device: a GPU, or the CPU for a dry run, whose times mean nothing.
+        repeats: the median of so many is taken.
+    """
+
+    def __init__(self, device: torch.device, repeats: int):
+        self._device = device
+        self._repeats = repeats
+
+    def seconds(self, works: Sequence[Work]) -> float:
+        """Time of one of ``works``, which do the same with different inputs, so that no cache serves them twice.
+
+        They are recorded into one graph and replayed; nothing of the host is in the time.
+        """
+        if self._device.type != "cuda":
+            return self._by_wall(works) / len(works)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for work in works:
+                work()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for work in works:
+                work()
+        graph.replay()
+        return self.launched_seconds(graph.replay) / len(works)
+
+    def launched_seconds(self, work: Work) -> float:
+        """Time on the device of what ``work`` launches, as it is launched."""
+        if self._device.type != "cuda":
+            return self._by_wall([work])
+        times = []
+        for _ in range(self._repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    def waited_seconds(self, work: Work) -> float:
+        """Time on the host from the call to its end, the device's work included."""
+        self._wait()
+        times = []
+        for _ in range(self._repeats):
+            start = time.perf_counter()
+            work()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def _by_wall(self, works: Sequence[Work]) -> float:
+        start = time.perf_counter()
+        for work in works:
+            work()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def copy_bandwidth(clock: Clock, device: torch.device, size: int) -> float:
+    """Bytes per second, read and written, of a copy of ``size`` bytes within the device's memory."""
+    source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / clock.seconds([lambda: target.copy_(source)])

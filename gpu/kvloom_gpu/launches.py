@@ -1,0 +1,157 @@
+"""Everything an engine launches, at real models' shapes: its decoder and sampler as they are, without products."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+import kvloom.ops.gpu
+from kvloom.gpu_step import GpuStep
+from kvloom.kv.codec import BlockGeometry, PlainCodec
+from kvloom.kv.storage import Storage
+from kvloom.models.decoder import Batch, Decoder
+from kvloom.models.spec import ModelSpec, tensor_shapes
+from kvloom.ops.gpu import use_triton_everywhere
+from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.step_buffers import Draws
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 32
+CONTEXT = 8192
+CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model's shape the kernels depend on; ``intermediate`` is kept small, they don't depend on it."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int = 1536
+
+    @property
+    def name(self) -> str:
+        """Width of a head, and how many query heads share a KV head."""
+        return f"D{self.head_dim} G{self.n_heads // self.n_kv_heads}"
+
+    def spec(self, layers: int = 1, vocab: int = 32_000, context: int = CONTEXT) -> ModelSpec:
+        """A Llama of this shape."""
+        return ModelSpec(
+            family="llama",
+            n_layers=layers,
+            hidden_size=self.hidden,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate,
+            vocab_size=vocab,
+            context_length=context,
+            norm_eps=1e-5,
+            rope_theta=500_000.0,
+            rope_scaling=None,
+            tied_embeddings=False,
+        )
+
+
+SHAPES = (
+    Shape(9, 3, 64, 576),  # SmolLM2 135M
+    Shape(24, 8, 128, 3072),  # Llama 3.2 3B
+    Shape(32, 8, 64, 2048),  # Llama 3.2 1B
+    Shape(32, 8, 128, 4096),  # Llama 3.1 8B
+    Shape(64, 8, 64, 4096),
+    Shape(64, 8, 128, 8192),  # Llama 3.1 70B
+)
+"""Heads of 64 and 128, with 3, 4 and 8 query heads for a KV head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something to launch.
+
+    Attributes:
+        shape: of the model and the step, in words.
+        launch: does it, once ``use_triton_everywhere`` is on.
+    """
+
+    shape: str
+    launch: Callable[[], object]
+
+
+def works(shapes: tuple[Shape, ...] = SHAPES, dtype: torch.dtype = torch.bfloat16) -> list[Work]:
+    """Decode steps of 1, 16 and 256 sequences as they are recorded, a prefill, and a prefill beside decodes."""
+    found = []
+    for shape in shapes:
+        step = _step(shape, dtype)
+        found += [Work(f"{shape.name} decode {size}", partial(step._decode, size)) for size in (1, 16, 256)]
+        for name, counts in (("prefill", [CHUNK]), ("mixed", [CHUNK - 3, 1, 1, 1])):
+            found.append(Work(f"{shape.name} {name}", partial(_run, step, counts)))
+    return found
+
+
+def products() -> list[Work]:
+    """Products with weights of 8 and 4 bits, for 1, 32 and 64 rows; the weight is Llama 3.1 8B's attention output."""
+    wide = 4096
+    int8 = Int8Linear(torch.zeros(wide, wide, dtype=torch.int8), torch.ones(wide))
+    weight = torch.zeros(wide, wide, dtype=torch.uint8)
+    int4 = {group: Int4Linear(weight, torch.ones(wide, wide // group)) for group in (32, 128)}
+    kinds = {"int8": int8, **{f"int4 by {group}": linear for group, linear in int4.items()}}
+    return [
+        Work(f"{name}, {rows} rows", partial(linear, torch.zeros(rows, wide, dtype=torch.bfloat16)))
+        for name, linear in kinds.items()
+        for rows in (1, 32, 64)
+    ]
+
+
+@contextmanager
+def triton_everywhere(on: bool = True) -> Iterator[None]:
+    """Let ops launch Triton kernels for tensors on the CPU, or not."""
+    before = kvloom.ops.gpu._everywhere
+    use_triton_everywhere(on)
+    try:
+        yield
+    finally:
+        use_triton_everywhere(before)
+
+
+class _NoProduct:
+    """In a product's place, where only its result's shape matters."""
+
+    def __init__(self, weight: torch.Tensor, *_: object):
+        self._out_features = weight.shape[0]
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+
+
+def _step(shape: Shape, dtype: torch.dtype) -> GpuStep:
+    spec = shape.spec()
+    tensors = {name: torch.empty(size, dtype=dtype) for name, size in tensor_shapes(spec).items()}
+    with patch("kvloom.models.decoder.pack_linear", _NoProduct):
+        decoder = Decoder(spec, tensors, dtype)
+    geometry = BlockGeometry(1, shape.n_kv_heads, shape.head_dim, BLOCK_SIZE)
+    storage = Storage(PlainCodec(dtype), geometry, 16, CPU)
+    return GpuStep(decoder, storage.layers, CHUNK, 256, CONTEXT, CPU)
+
+
+def _run(step: GpuStep, counts: list[int]) -> None:
+    """A step of chunks of so many tokens, all of whose sequences have a token sampled."""
+    sequences, tokens = len(counts), sum(counts)
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    batch = Batch(
+        tokens=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slots=torch.zeros(tokens, dtype=torch.int64),
+        query_starts=starts.int(),
+        seq_lens=torch.full((sequences,), CHUNK, dtype=torch.int32),
+        block_tables=torch.zeros(sequences, CHUNK // BLOCK_SIZE, dtype=torch.int32),
+        logit_rows=starts[1:] - 1,
+        max_queries=max(counts),
+        max_length=CHUNK,
+    )
+    ones = torch.ones(sequences)
+    step.run(batch, Draws(ones, ones, ones.long(), ones, ones.double()))

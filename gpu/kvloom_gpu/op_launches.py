@@ -1,0 +1,73 @@
+"""What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens, copies."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from kvloom.ops.activation import silu_mul
+from kvloom.ops.gpu.copy import copy_blocks
+from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.penalties import Edits
+from kvloom.ops.sampling import greedy, pick
+
+VOCABULARIES = (32_000, 49_152, 128_256, 151_936, 262_144)
+"""Llama 2, SmolLM2, Llama 3, Qwen 3, Gemma 3."""
+
+
+def op_launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each one's shape in words, and what launches it on the CPU's tensors."""
+    for hidden in (576, 2048, 4096, 8192):
+        yield f"norm {hidden}", partial(_norm, hidden)
+    for intermediate in (1536, 14_336):
+        yield f"silu {intermediate}", partial(silu_mul, _bf16(4, 2 * intermediate))
+    for vocab in VOCABULARIES:
+        yield f"pick {vocab}", partial(_pick, vocab)
+    yield "greedy 128256", lambda: greedy(torch.empty(4, 128_256))
+    yield "copy 2 MiB", _copy
+    for in_features, out_features in ((4096, 4096), (14_336, 4096), (576, 1536)):
+        for rows in (1, 32, 64, 512):
+            shape = f"{in_features} to {out_features}, {rows} rows"
+            yield f"int8 {shape}", partial(_int8, out_features, in_features, rows)
+            for group in (32, 128):
+                for zero in (False, True):
+                    yield (
+                        f"int4 by {group}{' with zeros' if zero else ''} {shape}",
+                        partial(_int4, out_features, in_features, rows, group, zero),
+                    )
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def _norm(hidden: int) -> None:
+    residual, update, weight = torch.empty(4, hidden), _bf16(4, hidden), _bf16(hidden)
+    add_rms_norm(residual, None, weight, 1e-5)
+    add_rms_norm(residual, update, weight, 1e-5)
+    add_rms_norm(residual, update, weight, 1e-5, torch.zeros(2, dtype=torch.int64))
+
+
+def _pick(vocab: int) -> None:
+    rows = torch.empty(4)
+    wide = rows.double()
+    changes = torch.empty(64, dtype=torch.float64)
+    edits = Edits(torch.zeros(64, dtype=torch.int64), changes, changes, changes, torch.empty(64).bool())
+    pick(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
+
+
+def _copy() -> None:
+    blocks = torch.empty(4, 2**21, dtype=torch.uint8)
+    copy_blocks(blocks, blocks, torch.zeros(2, 2, dtype=torch.int64))
+
+
+def _int8(out_features: int, in_features: int, rows: int) -> None:
+    weight = torch.empty(out_features, in_features, dtype=torch.int8)
+    Int8Linear(weight, torch.empty(out_features))(_bf16(rows, in_features))
+
+
+def _int4(out_features: int, in_features: int, rows: int, group: int, zero: bool) -> None:
+    weight = torch.empty(out_features, in_features, dtype=torch.uint8)
+    scale = torch.empty(out_features, -(-in_features // group), dtype=torch.float16)
+    Int4Linear(weight, scale, scale if zero else None)(_bf16(rows, in_features))

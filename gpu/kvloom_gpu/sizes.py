@@ -1,0 +1,104 @@
+"""How large the GPU check is: for an H200, or for a dry run on a CPU."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvloom_gpu.launches import SHAPES, Shape
+
+LLAMA_8B = Shape(32, 8, 128, 4096, 14336)
+DRY = Shape(6, 2, 16, 48, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is checked and timed.
+
+    Attributes:
+        device: where.
+        checked: dtypes of activations and cache, each with the models whose ops are checked in it.
+        special: those of them whose attention is also checked with a window and with a soft cap.
+        long: longest sequence in a correctness check.
+        chunk: tokens of the longest prefill chunk in one.
+        sampled: rows of the sampler's checks.
+        vocab: of the sampler's checks and of the timed model.
+        copy_bytes: of the copy whose bandwidth is the measure.
+        model: the timed model.
+        layers: its layers.
+        decodes: (sequences, tokens of each) of timed decode steps.
+        prefills: (tokens of the chunk, tokens before it) of timed prefill attention.
+        pool_share: of the free memory, for the timed model's cache.
+        repeats: times that a measurement is repeated.
+        toy: the shape of the model whose tokens are compared.
+        toy_sequences: how many at once; one less than a graph is recorded for.
+        toy_tokens: how many are generated for each.
+        peers: whether torch's own attention is timed beside.
+    """
+
+    device: torch.device
+    checked: tuple[tuple[torch.dtype, tuple[Shape, ...]], ...]
+    special: tuple[Shape, ...]
+    long: int
+    chunk: int
+    sampled: int
+    vocab: int
+    copy_bytes: int
+    model: Shape
+    layers: int
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[int, int], ...]
+    pool_share: float
+    repeats: int
+    toy: Shape
+    toy_sequences: int
+    toy_tokens: int
+    peers: bool
+
+
+def h200(device: torch.device) -> Sizes:
+    """For a GPU with some 140 GB."""
+    return Sizes(
+        device=device,
+        # every variant of a kernel is compiled there, which takes about a second
+        checked=((torch.bfloat16, SHAPES), (torch.float32, SHAPES[::3])),
+        special=SHAPES[3:4],
+        long=8192,
+        chunk=512,
+        sampled=64,
+        vocab=128_256,
+        copy_bytes=4 << 30,
+        model=LLAMA_8B,
+        layers=32,
+        decodes=((1, 1024), (1, 8192), (32, 1024), (32, 8192), (128, 1024), (128, 8192)),
+        prefills=((512, 0), (512, 7680), (8192, 0)),
+        pool_share=0.7,
+        repeats=20,
+        toy=Shape(8, 2, 64, 512, 1024),
+        toy_sequences=15,
+        toy_tokens=64,
+        peers=True,
+    )
+
+
+def dry() -> Sizes:
+    """The same code on a CPU, in triton's interpreter, in seconds."""
+    return Sizes(
+        device=torch.device("cpu"),
+        checked=((torch.float32, (DRY,)),),
+        special=(DRY,),
+        long=70,
+        chunk=20,
+        sampled=12,
+        vocab=300,
+        copy_bytes=1 << 20,
+        model=Shape(4, 2, 16, 64, 96),
+        layers=2,
+        decodes=((1, 40), (3, 33)),
+        prefills=((20, 0), (20, 13)),
+        pool_share=0.0,
+        repeats=1,
+        toy=Shape(4, 2, 16, 64, 96),
+        toy_sequences=3,
+        toy_tokens=3,
+        peers=True,
+    )

@@ -1,0 +1,225 @@
+"""Speed of single kernels: as a share of the bandwidth that a copy reaches, beside torch's own on the same shapes."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from kvloom.kv.codec import LayerCache
+from kvloom.ops.activation import silu_mul
+from kvloom.ops.attention import paged_attention
+from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.ops.kv_write import rope_kv_write
+from kvloom.ops.linear import Linear, pack_linear
+from kvloom.ops.norm import add_rms_norm
+from kvloom.ops.sampling import pick
+from kvloom.step_buffers import Draws
+from kvloom_gpu.bench import Clock
+from kvloom_gpu.launches import BLOCK_SIZE
+from kvloom_gpu.models import greedy_draws, storage_for
+from kvloom_gpu.sizes import Sizes
+
+COLD_BYTES = 256 << 20
+"""Inputs are rotated through at least so much memory: several times the L2 cache."""
+
+
+@torch.inference_mode()
+def rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Decode attention, prefill attention, then the small kernels."""
+    dtype = torch.bfloat16 if sizes.device.type == "cuda" else torch.float32
+    for count, length in sizes.decodes:
+        yield _decode(sizes, clock, bandwidth, dtype, count, length)
+    for chunk, before in sizes.prefills:
+        yield _prefill(sizes, clock, dtype, chunk, before)
+    for count in sorted({count for count, _ in sizes.decodes}):
+        yield from _small(sizes, clock, bandwidth, dtype, count)
+        yield from _products(sizes, clock, bandwidth, dtype, count)
+
+
+def _layers(sizes: Sizes, dtype: torch.dtype, tokens: int) -> tuple[list[LayerCache], int]:
+    """Caches of ``tokens`` tokens each, random; as many layers as keep them out of the L2 cache, and their blocks."""
+    shape = sizes.model
+    token_bytes = 2 * shape.n_kv_heads * shape.head_dim * dtype.itemsize
+    count = 1
+    if sizes.device.type == "cuda":
+        free = torch.cuda.mem_get_info(sizes.device)[0]
+        count = max(1, min(32, -(-COLD_BYTES // (tokens * token_bytes)), int(free * 0.6) // (tokens * token_bytes)))
+    blocks = tokens // BLOCK_SIZE
+    layers = storage_for(shape.spec(layers=count), dtype, blocks, sizes.device).layers
+    for layer in layers:
+        for cache in layer:
+            cache.normal_()
+    return layers, blocks
+
+
+def _decode(
+    sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int, length: int
+) -> dict[str, Any]:
+    device, shape = sizes.device, sizes.model
+    each = -(-length // BLOCK_SIZE)
+    layers, blocks = _layers(sizes, dtype, count * each * BLOCK_SIZE)
+    width = -(-each // 16) * 16
+    tables = torch.zeros(count, width, dtype=torch.int32, device=device)
+    tables[:, :each] = torch.randperm(blocks, device=device).int().view(count, each)
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((count,), length, dtype=torch.int32, device=device)
+    q = torch.randn(count, shape.n_heads, shape.head_dim, device=device).to(dtype)
+
+    def attend(layer: LayerCache) -> Callable[[], object]:
+        return lambda: paged_attention(
+            q, *layer, tables, starts, lengths, shape.head_dim**-0.5, max_queries=1, max_length=length
+        )
+
+    seconds = clock.seconds([attend(layer) for layer in layers])
+    moved = 2 * count * length * shape.n_kv_heads * shape.head_dim * dtype.itemsize
+    row = {
+        "kernel": "decode attention",
+        "shape": f"{shape.name}, {count} x {length}",
+        "us": seconds * 1e6,
+        "gb_s": moved / seconds / 1e9,
+        "share_of_copy": moved / seconds / bandwidth,
+    }
+    del layers
+    if sizes.peers:
+        row |= _peer("sdpa", lambda: _sdpa_decode(sizes, clock, dtype, count, length))
+    return row
+
+
+def _sdpa_decode(sizes: Sizes, clock: Clock, dtype: torch.dtype, count: int, length: int) -> float:
+    """torch's attention over a cache that is contiguous: without the work that pages are."""
+    device, shape = sizes.device, sizes.model
+    size = 2 * count * length * shape.n_kv_heads * shape.head_dim * dtype.itemsize
+    sets = max(1, min(8, COLD_BYTES // size)) if device.type == "cuda" else 1
+    q = torch.randn(count, shape.n_heads, 1, shape.head_dim, device=device).to(dtype)
+
+    def pair() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.empty(count, shape.n_kv_heads, length, shape.head_dim, device=device, dtype=dtype) for _ in "kv")
+        return k.normal_(), v.normal_()
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+        return lambda: sdpa(q, k, v, enable_gqa=True)
+
+    return clock.seconds([attend(*pair()) for _ in range(sets)])
+
+
+def _prefill(sizes: Sizes, clock: Clock, dtype: torch.dtype, chunk: int, before: int) -> dict[str, Any]:
+    device, shape, length = sizes.device, sizes.model, chunk + before
+    each = -(-length // BLOCK_SIZE)
+    layers, blocks = _layers(sizes, dtype, each * BLOCK_SIZE)
+    tables = torch.zeros(1, -(-each // 16) * 16, dtype=torch.int32, device=device)
+    tables[0, :each] = torch.randperm(blocks, device=device).int()
+    starts = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
+    q = torch.randn(chunk, shape.n_heads, shape.head_dim, device=device).to(dtype)
+
+    def attend(layer: LayerCache) -> Callable[[], object]:
+        return lambda: paged_attention(
+            q, *layer, tables, starts, lengths, shape.head_dim**-0.5, max_queries=chunk, max_length=length
+        )
+
+    seconds = clock.seconds([attend(layer) for layer in layers[:4]])
+    seen = chunk * before + chunk * (chunk + 1) / 2
+    row = {
+        "kernel": "prefill attention",
+        "shape": f"{shape.name}, {chunk} after {before}",
+        "us": seconds * 1e6,
+        "tflop_s": 4 * seen * shape.n_heads * shape.head_dim / seconds / 1e12,
+    }
+    if sizes.peers:
+        q_dense, k, v = (
+            torch.randn(1, heads, tokens, shape.head_dim, device=device).to(dtype)
+            for heads, tokens in ((shape.n_heads, chunk), (shape.n_kv_heads, length), (shape.n_kv_heads, length))
+        )
+        if not before:
+            row |= _peer("sdpa", lambda: clock.seconds([lambda: sdpa(q_dense, k, v, is_causal=True, enable_gqa=True)]))
+        elif device.type == "cuda":
+            row |= _peer("flex", lambda: _flex(clock, q_dense, k, v))
+    return row
+
+
+def _flex(clock: Clock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """FlexAttention, compiled, of the last queries of a sequence, each of which sees what comes before it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    chunk, length = q.shape[2], k.shape[2]
+    before = length - chunk
+    mask = create_block_mask(lambda b, h, i, j: j <= i + before, None, None, chunk, length, device=str(q.device))
+    attend = torch.compile(flex_attention, dynamic=False)
+    return clock.seconds([lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)])
+
+
+def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
+    """What stands between the products of a decode step of ``count`` sequences; too little data to be hot or cold."""
+    device, shape, size = sizes.device, sizes.model, dtype.itemsize
+    hidden, mlp = shape.hidden, shape.intermediate
+    residual = torch.randn(count, hidden, device=device)
+    update = torch.randn(count, hidden, device=device).to(dtype)
+    weight = torch.randn(hidden, device=device).to(dtype)
+    gate_up = torch.randn(count, 2 * mlp, device=device).to(dtype)
+    heads = shape.n_heads + 2 * shape.n_kv_heads
+    qkv = torch.randn(count, heads * shape.head_dim, device=device).to(dtype)
+    table = torch.randn(64, shape.head_dim, device=device)
+    place = torch.arange(count, device=device)
+    [layer] = storage_for(shape.spec(), dtype, count // BLOCK_SIZE + 1, device).layers
+    logits = torch.randn(count, sizes.vocab, device=device)
+    greedy = Draws(*(tensor.to(device) for tensor in greedy_draws(count).tensors))
+    drawn = Draws(greedy.top_p, greedy.min_p, greedy.top_k * 50, greedy.top_p * 0.9, greedy.uniform + 0.5)
+    works: dict[str, tuple[Callable[[], object], int]] = {
+        "norm": (lambda: add_rms_norm(residual, update, weight, 1e-5), count * hidden * (8 + 2 * size)),
+        "activation": (lambda: silu_mul(gate_up), count * mlp * 3 * size),
+        "rope and cache write": (
+            lambda: rope_kv_write(qkv, table, place % 64, place, *layer),
+            2 * count * heads * shape.head_dim * size,
+        ),
+        "greedy choice": (lambda: pick(logits, *greedy.tensors), count * sizes.vocab * 4),
+        "top-k and top-p": (lambda: pick(logits, *drawn.tensors), 2 * count * sizes.vocab * 4),
+    }
+    for name, (work, moved) in works.items():
+        seconds = clock.seconds([work] * 4)
+        yield {
+            "kernel": name,
+            "shape": f"{shape.name}, {count} rows",
+            "us": seconds * 1e6,
+            "gb_s": moved / seconds / 1e9,
+            "share_of_copy": moved / seconds / bandwidth,
+        }
+
+
+def _products(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
+    """The largest product of a layer, with weights as they are and of 8 and 4 bits; several weights, for the cache."""
+    device, width = sizes.device, sizes.model.hidden
+    out_features = 2 * sizes.model.intermediate
+    x = torch.randn(count, width, device=device).to(dtype)
+
+    def plain() -> Linear:
+        return pack_linear(torch.randn(out_features, width, device=device).to(dtype))
+
+    def int8() -> Linear:
+        weight = torch.randint(-128, 128, (out_features, width), device=device, dtype=torch.int8)
+        return Int8Linear(weight, torch.rand(out_features, device=device))
+
+    def int4() -> Linear:
+        weight = torch.randint(16, (out_features, width), device=device, dtype=torch.uint8)
+        return Int4Linear(weight, torch.rand(out_features, -(-width // 128), device=device).half())
+
+    for name, make, bits in (("plain", plain, 8 * dtype.itemsize), ("int8", int8, 8), ("int4", int4, 4)):
+        moved = out_features * width * bits // 8
+        products = [make() for _ in range(-(-COLD_BYTES // moved) if device.type == "cuda" else 1)]
+        seconds = clock.seconds([partial(product, x) for product in products])
+        yield {
+            "kernel": f"product, {name}",
+            "shape": f"{out_features} x {width}, {count} rows",
+            "us": seconds * 1e6,
+            "gb_s": moved / seconds / 1e9,
+            "share_of_copy": moved / seconds / bandwidth,
+        }
+
+
+def _peer(name: str, measure: Callable[[], float]) -> dict[str, Any]:
+    """A peer's time; a peer that fails takes no row of ours with it, and says why."""
+    try:
+        return {f"{name}_us": measure() * 1e6}
+    except Exception as error:  # noqa: BLE001 not ours to mend
+        return {f"{name}_error": str(error)[:200]}

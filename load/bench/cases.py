@@ -1,0 +1,142 @@
+"""The cases: what an engine is asked to do, and what figures come of the times that it took."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bench.prompts import PromptSource
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the cases are.
+
+    Attributes:
+        streams: numbers of prompts answered at once.
+        prompt: tokens of each.
+        new: tokens of each answer.
+        prefills: lengths of the prompts that only the first token of the answer is wanted of.
+        prefix: tokens that the prompts of the prefix cases have in common.
+        suffix: tokens that each has of its own.
+        sharing: prompts at once that share the prefix.
+    """
+
+    streams: tuple[int, ...] = (1, 8, 32, 64)
+    prompt: int = 128
+    new: int = 64
+    prefills: tuple[int, ...] = (512, 2048)
+    prefix: int = 2000
+    suffix: int = 32
+    sharing: int = 32
+
+
+FULL = Scale()
+QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One thing to ask for: all prompts at once.
+
+    Attributes:
+        name: unique in its round; what the seconds are kept under.
+        kind: ``one``, ``all``, ``prefill``, ``cold``, ``warm`` or ``shared``.
+        prompts: token ids of each.
+        new: tokens of each answer.
+    """
+
+    name: str
+    kind: str
+    prompts: list[list[int]]
+    new: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that belong together; an engine does them one after the other, then the next engine does.
+
+    Attributes:
+        name: in the samples.
+        streams: prompts at once.
+        runs: in order.
+    """
+
+    name: str
+    streams: int
+    runs: tuple[Run, ...]
+
+
+def rounds(scale: Scale, count: int, source: PromptSource) -> Iterator[list[Group]]:
+    """The groups of each round. Every engine gets the same prompts, and every run other ones."""
+    for _ in range(count):
+        groups = []
+        for streams in scale.streams:
+            one = Run(f"one/{streams}", "one", source.take(streams, scale.prompt), 1)
+            whole = Run(f"all/{streams}", "all", source.take(streams, scale.prompt), scale.new)
+            groups.append(Group(f"batch/{streams}", streams, (one, whole)))
+        for length in scale.prefills:
+            run = Run(f"prefill/{length}", "prefill", source.take(1, length), 1)
+            groups.append(Group(f"prefill/{length}", 1, (run,)))
+        (prefix,) = source.take(1, scale.prefix)
+        asked = [prefix + suffix for suffix in source.take(2 + scale.sharing, scale.suffix)]
+        cold, warm = Run("cold", "cold", asked[:1], 1), Run("warm", "warm", asked[1:2], 1)
+        groups.append(Group("prefix", 1, (cold, warm, Run("shared", "shared", asked[2:], scale.new))))
+        yield groups
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column of the table.
+
+    Attributes:
+        name: ``decode``, ``total``, ``prefill``, ``ttft_cold``, ``ttft_warm`` or ``shared``.
+        size: prompts at once, or for ``prefill`` the prompt's length.
+        unit: of its figure.
+    """
+
+    name: str
+    size: int
+    unit: str = "tokens/s"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.name.replace('_', ' ')} {self.size}"
+
+
+def cases(scale: Scale) -> list[Case]:
+    """All columns, in order."""
+    return [
+        *(Case("decode", streams) for streams in scale.streams),
+        *(Case("total", streams) for streams in scale.streams),
+        *(Case("prefill", length) for length in scale.prefills),
+        Case("ttft_cold", scale.prefix, "ms"),
+        Case("ttft_warm", scale.prefix, "ms"),
+        Case("shared", scale.sharing),
+    ]
+
+
+def figure(case: Case, scale: Scale, seconds: Mapping[str, float]) -> float | None:
+    """The case's figure in one round, from the seconds of its runs; None if they are not there.
+
+    Decoding is what a whole answer takes longer than its first token does: the same for every engine, whether or not it
+    shows when tokens come.
+    """
+    size = case.size
+    match case.name:
+        case "decode":
+            one, whole = seconds.get(f"one/{size}"), seconds.get(f"all/{size}")
+            # on a busy machine, with a few tokens, the whole answer may have been the faster one
+            return size * (scale.new - 1) / (whole - one) if one and whole and whole > one else None
+        case "total":
+            return _rate(size * scale.new, seconds.get(f"all/{size}"))
+        case "prefill":
+            return _rate(size, seconds.get(f"prefill/{size}"))
+        case "shared":
+            return _rate(size * scale.new, seconds.get("shared"))
+        case _:
+            time = seconds.get(case.name.removeprefix("ttft_"))
+            return None if time is None else 1000 * time
+
+
+def _rate(tokens: int, seconds: float | None) -> float | None:
+    return None if seconds is None else tokens / seconds

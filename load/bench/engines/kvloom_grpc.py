@@ -1,0 +1,39 @@
+"""kvloom in Triton, asked over gRPC: `llm`, a response per token."""
+
+import asyncio
+from importlib.metadata import version
+
+from bench.engines.protocol import Prompts, serve
+from kvloom.launch import Server
+from kvloom.repository import ModelRepository
+from kvloom_client import AsyncClient
+
+
+class Grpc:
+    """A server, and a client in this process."""
+
+    def __init__(self, model: str, settings: dict[str, str]):
+        self.server = Server.start(ModelRepository({"model": model, **settings}), exit_timeout_s=5)
+        self.versions = {name: version(name) for name in ("kvloom", "torch", "nvidia-pytriton")}
+        self.pid = self.server.process.pid
+
+    def run(self, prompts: Prompts, new: int) -> list[list[int]]:
+        """See ``Engine``."""
+
+        async def one(client: AsyncClient, prompt: list[int]) -> list[int]:
+            stream = client.stream(input_ids=prompt, temperature=0.0, max_tokens=new, ignore_eos=True)
+            return [token async for chunk in stream for token in chunk.token_ids]
+
+        async def all_of_them() -> list[list[int]]:
+            async with AsyncClient(self.server.grpc_url) as client:
+                return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+        return asyncio.run(all_of_them())
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self.server.stop()
+
+
+if __name__ == "__main__":
+    serve(Grpc)

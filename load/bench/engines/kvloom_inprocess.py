@@ -1,0 +1,51 @@
+"""kvloom's engine alone, without Triton."""
+
+import os
+import threading
+import time
+from importlib.metadata import version
+
+from bench.engines.protocol import Prompts, serve
+from kvloom.assemble import assemble
+from kvloom.config import Settings
+from kvloom.loop import Loop
+from kvloom.request import Delta, Request, SamplingParams
+
+
+class InProcess:
+    """The loop, and a thread that waits for it."""
+
+    def __init__(self, model: str, settings: dict[str, str]):
+        self.loop = Loop(lambda: assemble(Settings.parse({"model": model, **settings})).engine)
+        self.versions = {name: version(name) for name in ("kvloom", "torch")}
+        self.pid = os.getpid()
+
+    def run(self, prompts: Prompts, new: int) -> list[list[int]]:
+        """See ``Engine``."""
+        left = threading.Semaphore(0)
+        answers: list[list[int]] = [[] for _ in prompts]
+        errors: list[Exception] = []
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        for answer, prompt in zip(answers, prompts, strict=True):
+
+            def sink(delta: Delta, answer: list[int] = answer) -> None:
+                answer.extend(delta.token_ids)
+                if delta.error is not None:
+                    errors.append(delta.error)
+                if delta.final:
+                    left.release()
+
+            self.loop.submit(Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic()), sink)
+        for _ in prompts:
+            left.acquire()
+        if errors:
+            raise errors[0]
+        return answers
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self.loop.stop()
+
+
+if __name__ == "__main__":
+    serve(InProcess)

@@ -1,0 +1,85 @@
+"""llama.cpp's server, built for this CPU, asked over HTTP for whole answers."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.engines.protocol import Prompts, serve
+
+START_S = 60.0
+SLOTS = 64
+
+
+class LlamaServer:
+    """A server in a process of its own."""
+
+    def __init__(self, model: str, options: dict[str, Any]):
+        binary = Path(options["binary"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        threads = str(os.cpu_count() or 1)
+        command = [str(binary), "-m", model, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(options["kv_tokens"]), "--kv-unified"]
+        command += ["-fa", "on", *options["arguments"]]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.pid = self.process.pid
+        self.versions = {"llama.cpp": _version(binary)}
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with exit code {self.process.returncode}")
+            try:
+                if self._ask("GET", "/health", None).get("status") == "ok":
+                    return
+            except OSError:
+                pass  # not listening yet
+            time.sleep(0.1)
+        self.close()
+        raise RuntimeError(f"llama-server did not get ready in {START_S:.0f} s")
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status != http.HTTPStatus.OK and method == "POST":
+            raise RuntimeError(f"llama-server: {answer}")
+        return answer
+
+    def run(self, prompts: Prompts, new: int) -> list[list[int]]:
+        """See ``Engine``."""
+
+        def one(prompt: list[int]) -> list[int]:
+            sampling = {"n_predict": new, "temperature": 0, "top_k": 1, "ignore_eos": True}
+            body = {"prompt": prompt, **sampling, "cache_prompt": True, "return_tokens": True}
+            return self._ask("POST", "/completion", body)["tokens"]
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(one, prompts))
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self.process.terminate()
+        self.process.wait()
+
+
+def _version(binary: Path) -> str:
+    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True)
+    return next(line for line in (said.stdout + said.stderr).splitlines() if "version" in line).strip()
+
+
+if __name__ == "__main__":
+    serve(LlamaServer)

@@ -1,0 +1,189 @@
+"""What the machine itself allows: memory bandwidth and product rates, measured, and the least time of each case.
+
+A step reads every weight and every key and value that it attends to once, and multiplies every token with every
+weight: it takes the longer of the two. How close an engine comes is a figure that holds on other machines, too.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.cases import Case, Scale
+from kvloom.models.spec import ModelSpec, tensor_shapes
+
+READ_BYTES = 2**29
+SIDE = 2048
+"""Rows and columns of the matrices: too many for the caches' sizes to matter."""
+
+KV_BYTES = 2
+"""Of a key's or value's number, in every engine measured."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How weights are kept, and in what they can be multiplied.
+
+    Attributes:
+        bits: of a layer's weight, scales included.
+        head_bits: of the head's.
+        product: key of ``Machine.operations``.
+    """
+
+    bits: float
+    head_bits: float
+    product: str
+
+
+PRECISIONS = {
+    "fp32": Precision(32, 32, "fp32"),
+    "bf16": Precision(16, 16, "bf16"),
+    "int8": Precision(8, 8, "int8"),
+    "w8a8": Precision(8, 8, "int8"),
+    # for 32 weights Q4_1 has a scale and an offset, Q4_0 and Q8_0 a scale, in 16 bits; Q6_K is the head of Q4_0 files
+    "q4_1": Precision(5, 8.5, "int8"),
+    "q4_0": Precision(4.5, 6.5625, "int8"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured.
+
+    Attributes:
+        bytes_per_s: read from memory, by all cores.
+        operations: multiplications and additions per second, by dtype: the best that torch's products reach.
+    """
+
+    bytes_per_s: float
+    operations: dict[str, float]
+
+
+UNSTEADY = 0.15
+"""Share by which a quiet machine's rates do not change."""
+
+
+def unsteady(before: Machine, after: Machine) -> list[str]:
+    """What changed by more than ``UNSTEADY`` between two measurements: distrust what was measured between."""
+    pairs = {"memory": (before.bytes_per_s, after.bytes_per_s)}
+    pairs |= {name: (rate, after.operations[name]) for name, rate in before.operations.items()}
+    return [
+        f"{name}: {one / 1e9:,.1f} before, {other / 1e9:,.1f} after (10^9/s)"
+        for name, (one, other) in pairs.items()
+        if abs(one - other) > UNSTEADY * max(one, other)
+    ]
+
+
+def measure(repeats: int = 20) -> Machine:
+    """Measure the machine: a few seconds on all cores, in a process of its own.
+
+    OpenMP keeps workers for every thread that ever computed: an engine in this process would share the cores with them.
+    """
+    command = [sys.executable, "-m", "bench.floors", str(repeats)]
+    measured = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, check=True, text=True)
+    return Machine(**json.loads(measured.stdout))
+
+
+def _measure(repeats: int) -> Machine:
+    # no two pages alike: a virtual machine's host may keep equal ones once
+    numbers = torch.arange(READ_BYTES // 4, dtype=torch.float32)
+    operations = 2 * SIDE**3
+    products: dict[str, Callable[[], object]] = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        left, right = torch.randn(2, SIDE, SIDE).to(dtype).unbind()
+        products[name] = partial(torch.mm, left, right)
+    left, right = torch.randint(-127, 128, (2, SIDE, SIDE), dtype=torch.int8).unbind()
+    products["int8"] = partial(torch._int_mm, left, right)
+    return Machine(
+        bytes_per_s=READ_BYTES / _least(numbers.sum, repeats),
+        operations={name: operations / _least(product, repeats) for name, product in products.items()},
+    )
+
+
+def _least(what: Callable[[], object], repeats: int) -> float:
+    """Seconds of a fast repetition, slower than a quarter of them: the very fastest may be the clock's doing."""
+    what()
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        what()
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[repeats // 4]
+
+
+class Floors:
+    """Least times of a model on a machine."""
+
+    def __init__(self, machine: Machine, spec: ModelSpec, precision: str):
+        self._kind = PRECISIONS[precision]
+        self._machine = machine
+        shapes = tensor_shapes(spec)
+        self._head = spec.vocab_size * spec.hidden_size
+        self._layers = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
+        self._kv_token = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * KV_BYTES
+        self._attention = 4 * spec.n_layers * spec.n_heads * spec.head_dim
+
+    def product(self, rows: int, weights: int, head: bool = False) -> float:
+        """Seconds to multiply ``rows`` rows with so many weights, of the head or of layers."""
+        read = weights * (self._kind.head_bits if head else self._kind.bits) / 8
+        return self._longer(read, 2 * rows * weights)
+
+    def attention(self, kv_read: float, pairs: float) -> float:
+        """Seconds of all layers' attention; arguments as of ``step``."""
+        return self._longer(self._kv_token * kv_read, self._attention * pairs)
+
+    def step(self, tokens: int, sampled: int, kv_read: float, pairs: float) -> float:
+        """Seconds of a step.
+
+        Args:
+            tokens: that are computed.
+            sampled: of which logits are wanted.
+            kv_read: tokens whose keys and values are read from memory.
+            pairs: of a query and a key that it attends to.
+        """
+        weights = (self._layers * self._kind.bits + self._head * self._kind.head_bits) / 8
+        operations = 2 * (tokens * self._layers + sampled * self._head) + self._attention * pairs
+        return self._longer(weights + self._kv_token * kv_read, operations)
+
+    def _longer(self, read: float, operations: float) -> float:
+        rate = self._machine.operations[self._kind.product]
+        return max(read / self._machine.bytes_per_s, operations / rate)
+
+    def prefill(self, prompts: int, length: int, before: int = 0) -> float:
+        """Seconds for ``length`` tokens of each prompt, behind ``before`` that all share and that are in the cache."""
+        tokens = prompts * length
+        return self.step(tokens, prompts, before, tokens * (before + length / 2))
+
+    def decode(self, streams: int, own: float, shared: float = 0) -> float:
+        """Seconds of a step that gives each stream a token, behind ``own`` tokens and ``shared`` that all share."""
+        return self.step(streams, streams, streams * own + shared, streams * (own + shared))
+
+    def of(self, case: Case, scale: Scale) -> float:
+        """The case's figure at the floor, in its unit."""
+        n, steps = case.size, scale.new - 1
+        if case.name == "decode":
+            return n / self.decode(n, scale.prompt + scale.new / 2)
+        if case.name == "total":
+            return (
+                n * scale.new / (self.prefill(n, scale.prompt) + steps * self.decode(n, scale.prompt + scale.new / 2))
+            )
+        if case.name == "prefill":
+            return n / self.prefill(1, n)
+        if case.name == "ttft_cold":
+            return 1000 * self.prefill(1, scale.prefix + scale.suffix)
+        if case.name == "ttft_warm":
+            return 1000 * self.prefill(1, scale.suffix, scale.prefix)
+        assert case.name == "shared"
+        answers = steps * self.decode(n, scale.suffix + scale.new / 2, scale.prefix)
+        return n * scale.new / (self.prefill(n, scale.suffix, scale.prefix) + answers)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_measure(int(sys.argv[1])))))

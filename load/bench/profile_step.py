@@ -1,0 +1,163 @@
+"""Where the time of a decode step goes: the engine in-process, with a clock around every op.
+
+An op's floor is what it takes at least to read its weights, or the keys and values that it attends to, or to multiply.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from bench.floors import Floors, Machine
+from bench.prompts import PromptSource
+from kvloom import runner
+from kvloom.assemble import assemble
+from kvloom.config import Settings
+from kvloom.engine import Engine
+from kvloom.loop import Loop
+from kvloom.models import decoder
+from kvloom.models.spec import ModelSpec
+from kvloom.request import Delta, Request, SamplingParams, Slice
+
+PROMPT, NEW = 128, 64
+"""Tokens of each prompt and of each answer."""
+
+OPS = ("add_rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
+STEP, MODEL, BATCH, SAMPLING = "whole step", "model", "batch tensors", "sampling"
+MODEL_REST, STEP_REST = "between the ops", "scheduler, commit, text"
+
+
+@dataclass
+class Clock:
+    """Seconds by op, added up over the steps that count.
+
+    Attributes:
+        seconds: so far.
+        steps: how many.
+        on: whether the step that runs is one of them.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+    on: bool = False
+
+    def around(self, name: str, what: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = what(*arguments, **options)
+            if self.on:
+                self.seconds[name] += time.perf_counter() - begin
+            return result
+
+        return timed
+
+
+def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each op at each number of streams: milliseconds of a step, share of it, floor."""
+    source = PromptSource.default()
+    rows = []
+    for count in streams:
+        clock = Clock()
+        with ExitStack() as patches:
+            loop = Loop(partial(_timed, settings, clock, count, patches))
+            for _ in range(2):  # the first time, everything is new
+                clock.seconds.clear()
+                clock.steps = 0
+                _answer(loop, source.take(count, PROMPT))
+            loop.stop()
+        rows += _rows(clock, count, spec, machine, settings)
+    return rows
+
+
+def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack) -> Engine:
+    """The engine, all of whose ops are timed in steps that give each of ``streams`` sequences a token."""
+    engine = assemble(settings).engine
+    model: decoder.Decoder = engine._runner._decoder
+    for layer in model._layers:
+        for name, op in vars(layer).items():
+            if callable(op):
+                setattr(layer, name, clock.around(name, op))
+    model._head = clock.around("head", model._head)
+    for name in OPS:
+        patches.enter_context(patch.object(decoder, name, clock.around(name, getattr(decoder, name))))
+    build_batch, step = runner.build_batch, engine.step
+
+    def begin(slices: list[Slice], block_size: int) -> decoder.Batch:
+        clock.on = [piece.count for piece in slices] == [1] * streams
+        return clock.around(BATCH, build_batch)(slices, block_size)
+
+    def whole() -> None:
+        began = time.perf_counter()
+        clock.on = False
+        step()
+        if clock.on:
+            clock.seconds[STEP] += time.perf_counter() - began
+            clock.steps += 1
+
+    patches.enter_context(patch.object(runner, "build_batch", begin))
+    patches.enter_context(patch.object(runner, "choose", clock.around(SAMPLING, runner.choose)))
+    patches.enter_context(patch.object(engine, "step", whole))
+    patches.enter_context(patch.object(model, "forward", clock.around(MODEL, model.forward)))
+    return engine
+
+
+def _answer(loop: Loop, prompts: list[list[int]]) -> None:
+    left = threading.Semaphore(0)
+
+    def sink(delta: Delta) -> None:
+        if delta.final:
+            assert delta.error is None, delta.error
+            left.release()
+
+    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+    for prompt in prompts:
+        loop.submit(Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic()), sink)
+    for _ in prompts:
+        left.acquire()
+
+
+def _rows(clock: Clock, streams: int, spec: ModelSpec, machine: Machine, settings: Settings) -> list[dict[str, Any]]:
+    assert clock.steps, "no step gave every stream a token"
+    ms = {name: 1000 * seconds / clock.steps for name, seconds in clock.seconds.items()}
+    around = (STEP, MODEL, BATCH, SAMPLING)
+    inside = sum(time for name, time in ms.items() if name not in around)
+    ms[MODEL_REST] = ms[MODEL] - inside
+    ms[STEP_REST] = ms[STEP] - ms[MODEL] - ms[BATCH] - ms[SAMPLING]
+    floors = _floors(streams, spec, machine, settings)
+    return [
+        {
+            "streams": streams,
+            "op": name,
+            "ms": round(time, 3),
+            "share": round(time / ms[STEP], 4),
+            "floor_ms": round(floors[name], 3) if name in floors else None,
+        }
+        for name, time in sorted(ms.items(), key=lambda item: (item[0] == STEP, -item[1]))
+        if name != MODEL
+    ]
+
+
+def _floors(streams: int, spec: ModelSpec, machine: Machine, settings: Settings) -> dict[str, float]:
+    """Milliseconds of a step's ops that read from memory; what the others read lies in the caches."""
+    floors = Floors(machine, spec, settings.weights)
+    hidden, mlp, layers = spec.hidden_size, spec.intermediate_size, spec.n_layers
+    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    context = PROMPT + NEW / 2
+    weights = {
+        "qkv": layers * hidden * (q + 2 * kv),
+        "attention_out": layers * hidden * q,
+        "gate_up": layers * hidden * 2 * mlp,
+        "down": layers * hidden * mlp,
+    }
+    seconds = {name: floors.product(streams, count) for name, count in weights.items()}
+    seconds["head"] = floors.product(streams, spec.vocab_size * hidden, head=True)
+    seconds["paged_attention"] = floors.attention(streams * context, streams * context)
+    seconds[STEP] = floors.decode(streams, context)
+    return {name: 1000 * time for name, time in seconds.items()}

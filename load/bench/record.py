@@ -1,0 +1,78 @@
+"""What was measured so far, line by line in a file: a benchmark that was cut goes on where it stopped."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+
+class RecordError(Exception):
+    """The file can't be continued; says why."""
+
+
+class Record:
+    """Appends to the file at once.
+
+    Attributes:
+        seconds: by engine, round and run.
+        first: first new token of each prompt, likewise.
+        versions: by engine.
+        peak_rss: bytes by engine.
+        absent: by engine, why it has no figures.
+    """
+
+    def __init__(self, path: Path, conditions: dict[str, Any], resume: bool):
+        """Begin a new record, or go on with the one that is there.
+
+        Raises:
+            RecordError: it was made under other conditions.
+        """
+        self.seconds: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+        self.first: dict[str, dict[int, dict[str, list[int]]]] = defaultdict(lambda: defaultdict(dict))
+        self.versions: dict[str, dict[str, str]] = {}
+        self.peak_rss: dict[str, int] = {}
+        self.absent: dict[str, str] = {}
+        self._path = path
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if resume and path.exists() else []
+        if lines and lines[0] != conditions:
+            raise RecordError(f"{path} was made under other conditions ({lines[0]}); begin anew, without --resume")
+        if not lines:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(conditions) + "\n")
+        for line in lines[1:]:
+            self._take(line)
+
+    def run(self, engine: str, number: int, run: str, seconds: float, first: list[int]) -> None:
+        """A run of a round."""
+        self._add({"engine": engine, "round": number, "run": run, "seconds": seconds, "first": first})
+
+    def loaded(self, engine: str, versions: dict[str, str]) -> None:
+        """An engine is there."""
+        self._add({"engine": engine, "versions": versions})
+
+    def memory(self, engine: str, peak_rss: int) -> None:
+        """The most memory that an engine had until now."""
+        self._add({"engine": engine, "peak_rss": peak_rss})
+
+    def without(self, engine: str, why: str) -> None:
+        """An engine is not there, or has failed."""
+        self._add({"engine": engine, "absent": why})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        engine = line["engine"]
+        if "run" in line:
+            self.seconds[engine][line["round"]][line["run"]] = line["seconds"]
+            self.first[engine][line["round"]][line["run"]] = line["first"]
+        elif "versions" in line:
+            self.versions[engine] = line["versions"]
+            # what an earlier try lacked may be there now
+            self.absent.pop(engine, None)
+        elif "peak_rss" in line:
+            self.peak_rss[engine] = max(line["peak_rss"], self.peak_rss.get(engine, 0))
+        else:
+            self.absent[engine] = line["absent"]

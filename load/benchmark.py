@@ -1,0 +1,142 @@
+"""Benchmark against other engines.
+
+``run`` measures kvloom, in-process and behind its doors, and those peers that are set up, and writes
+build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile`` says where the time of a step goes.
+"""
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import floors, profile_step, results, setup_peers, tables
+from bench.cases import FULL, QUICK
+from bench.measure import Measurement
+from bench.plot import draw
+from bench.prompts import PromptSource
+from bench.record import Record
+from bench.variants import DOORS, Variant, variants
+from kvloom.config import Settings
+from kvloom.fetch import default_model
+from kvloom.models.gguf_file import GgufFile
+from kvloom_load.machine import cpu
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+REPORTS = Path("build/reports")
+
+Folder = Annotated[Path, typer.Option(help="Where the results go.", metavar="DIR")]
+
+
+@app.command()
+def run(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Engines whose name begins so; may be repeated.", metavar="NAME")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is run; figures are medians.")] = 3,
+    quick: Annotated[bool, typer.Option(help="A few tokens in each case: shows that it works, no figures.")] = False,
+    in_turns: Annotated[bool, typer.Option(help="One engine in memory at a time, for machines with less.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with a benchmark that was cut.")] = False,
+    name: Annotated[str, typer.Option(help="Of the files.")] = "bench",
+    folder: Folder = REPORTS,
+) -> None:
+    """Measure and write the results."""
+    scale = QUICK if quick else FULL
+    chosen = [variant for variant in variants() if _named(variant, only)]
+    if not chosen:
+        raise typer.BadParameter(f"no engine begins so; there are {', '.join(v.name for v in variants())}")
+    spec = GgufFile(default_model()).spec
+    record = Record(REPORTS / f"{name}.samples.jsonl", {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}, resume)
+    begin = datetime.now(UTC)
+    machine = floors.measure(1 if quick else 20)
+    with Progress(console=Console(stderr=True)) as progress:
+        Measurement(scale, rounds, record, PromptSource.default(), progress).run(chosen, in_turns)
+    after = floors.measure(1 if quick else 20)
+    rows = results.rows(chosen, record, scale, machine, spec) + results.floor_rows(chosen, scale, machine, spec)
+    meta: dict[str, Any] = {
+        "date": begin.isoformat(timespec="seconds"),
+        "minutes": round((datetime.now(UTC) - begin).total_seconds() / 60, 1),
+        "cpu": cpu(),
+        "rounds": rounds,
+        "scale": asdict(scale),
+        "model": default_model().name,
+        "floors": asdict(machine),
+        "unsteady": floors.unsteady(machine, after),
+        "variants": [_about(variant) for variant in chosen],
+        "versions": record.versions,
+        "serving_cost": results.serving_cost(rows, DOORS),
+    }
+    _write(folder, name, meta, rows)
+    tables.show(rows, tables.console())
+    tables.warn(meta["unsteady"], tables.console())
+    print(f"results: {folder / name}.json, .md, .svg")
+
+
+@app.command()
+def peers(
+    names: Annotated[list[str] | None, typer.Argument(help="Some of them.", metavar="[NAME]...")] = None,
+) -> None:
+    """Set the peers up, each in an environment of its own; what is there already stays."""
+    unknown = sorted(set(names or ()) - set(setup_peers.STEPS))
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]}: one of {', '.join(setup_peers.STEPS)}")
+    if not setup_peers.set_up(names or tuple(setup_peers.STEPS)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    weights: Annotated[str, typer.Option(help="The server's setting.")] = "bf16",
+    streams: Annotated[str, typer.Option(help="Answers at once, one after the other.", metavar="N,N,...")] = "1,32",
+    name: Annotated[str, typer.Option(help="Of the file.")] = "profile",
+    folder: Folder = REPORTS,
+) -> None:
+    """Say where the time of a decode step goes."""
+    spec = GgufFile(default_model()).spec
+    machine = floors.measure()
+    settings = Settings.parse({"weights": weights, "kv_memory": "512MiB"})
+    rows = profile_step.profile(settings, spec, machine, [int(count) for count in streams.split(",")])
+    meta: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu(),
+        "model": default_model().name,
+        "weights": weights,
+        "prompt_tokens": profile_step.PROMPT,
+        "new_tokens": profile_step.NEW,
+        "floors": asdict(machine),
+        "unsteady": floors.unsteady(machine, floors.measure()),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+    tables.show_profile(rows, tables.console())
+    tables.warn(meta["unsteady"], tables.console())
+
+
+def _named(variant: Variant, beginnings: list[str] | None) -> bool:
+    return beginnings is None or any(variant.name.lower().startswith(name.lower()) for name in beginnings)
+
+
+def _about(variant: Variant) -> dict[str, Any]:
+    # without paths of this machine
+    options = {key: value for key, value in variant.options.items() if key != "binary"}
+    return {"name": variant.name, "precision": variant.precision, "model": variant.model.name, "options": options}
+
+
+def _write(folder: Path, name: str, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+    (folder / f"{name}.md").write_text(tables.markdown(meta, rows))
+    draw(rows, folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    # a benchmark that is ended ends its engines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    app()

@@ -1,0 +1,41 @@
+"""The GPU's runner where there is no GPU: recorded graphs are the functions that would have been recorded."""
+
+from collections.abc import Callable
+
+import torch
+
+from kvloom.gpu_runner import GpuRunner
+from kvloom.gpu_step import GpuStep
+from kvloom.kv.storage import Storage
+from kvloom.models.decoder import Decoder
+from kvloom.runner import Runner
+
+
+class Recorder:
+    """Stands in for ``CudaRecorder``; counts replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        return replay
+
+
+def runner_factory(
+    tokens: int, sequences: int, context_length: int, record: Recorder | None
+) -> Callable[[Decoder, Storage, Storage, int], Runner]:
+    """What takes ``Runner``'s place in ``assemble``; without a recorder every step is eager."""
+
+    def make(decoder: Decoder, storage: Storage, host: Storage, block_size: int) -> Runner:
+        step = GpuStep(decoder, storage.layers, tokens, sequences, context_length, torch.device("cpu"))
+        if record is not None:
+            step.record_graphs(record)
+        return GpuRunner(decoder, storage, host, block_size, step)
+
+    return make

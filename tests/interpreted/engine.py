@@ -1,0 +1,62 @@
+"""The whole engine on the GPU's path, every op a Triton kernel: its greedy tokens are those of the CPU's path."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine_driver import Driver
+from gpu_on_cpu import Recorder, runner_factory
+from kvloom import assemble
+from kvloom.ops.gpu import use_triton_everywhere
+from kvloom.scheduler import Costs
+from tiny_models import make_tiny
+
+BLOCK = 16
+SETTINGS = {"block_size": BLOCK, "context_length": 96, "max_running": 5, "max_batch_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # six query heads for two KV heads of 20: no power of two anywhere
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model", heads=6, kv_heads=2, head_dim=20)
+
+
+@pytest.fixture(autouse=True)
+def _swapping_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 300) for _ in range(length)]
+
+
+def answers(model: Path) -> list[list[int]]:
+    """Chunks beside decodes, a found prefix, and more sequences than the pool has blocks for."""
+    driver = Driver(model, kv_blocks=9, **SETTINGS)
+    shared = prompt(2 * BLOCK, 1)
+    first = driver.submit([*shared, 7], max_tokens=6)[1]
+    driver.run()
+    asked = [
+        driver.submit([*shared, 9, 8], max_tokens=6)[1],
+        driver.submit(prompt(1, 2), max_tokens=20)[1],
+        driver.submit(prompt(30, 3), max_tokens=20)[1],
+        driver.submit(prompt(17, 4), max_tokens=20)[1],
+        driver.submit(prompt(40, 5), max_tokens=10, temperature=1.0, seed=3, top_k=20)[1],
+    ]
+    driver.run()
+    stats = driver.engine.stats()
+    assert stats.swaps > 0
+    assert asked[0].usage.cached_tokens == 2 * BLOCK
+    return [answer.ids for answer in (first, *asked)]
+
+
+def test_greedy_tokens_are_the_cpus(model, monkeypatch):
+    use_triton_everywhere(False)
+    expected = answers(model)
+    use_triton_everywhere(True)
+    record = Recorder()
+    monkeypatch.setattr(assemble, "Runner", runner_factory(24, 5, 96, record))
+    assert answers(model) == expected
+    assert record.replays > 10

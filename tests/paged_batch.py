@@ -1,0 +1,103 @@
+"""Ragged batches over a paged cache full of NaN, and their attention in float64, one query and head at a time."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+UNREADABLE = 999_999
+"""A block that doesn't exist, where a block table ends."""
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What ``paged_attention`` takes, and per sequence its keys and values, float64 [length, kv_heads, head_dim]."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def arguments(self) -> tuple:
+        return (self.q, self.k_cache, self.v_cache, self.block_tables, self.query_starts, self.seq_lens, self.scale)
+
+    @property
+    def most(self) -> dict[str, int]:
+        counts = self.query_starts.diff()
+        return {"max_queries": int(counts.max()), "max_length": int(self.seq_lens.max())}
+
+
+def paged_batch(
+    shapes: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> PagedBatch:
+    """A batch of sequences, each given as (tokens in the cache after this step, of which this step's)."""
+    kv_dtype = kv_dtype or dtype
+    blocks_of = [-(-length // block_size) for length, _ in shapes]
+    free = torch.randperm(sum(blocks_of) + 3).tolist()
+    # the second of three layers; keys and values of a block lie side by side as in the storage
+    memory = torch.full((len(free), 3, 2, kv_heads, block_size, head_dim), math.nan, dtype=kv_dtype)
+    k_cache, v_cache = memory[:, 1, 0], memory[:, 1, 1]
+    tables = torch.full((len(shapes), max(blocks_of) + 2), UNREADABLE, dtype=torch.int32)
+    starts, queries, keys, values = [0], [], [], []
+    for row, ((length, count), blocks) in enumerate(zip(shapes, blocks_of, strict=True)):
+        table = [free.pop() for _ in range(blocks)]
+        tables[row, :blocks] = torch.tensor(table, dtype=torch.int32)
+        k, v = torch.randn(2, length, kv_heads, head_dim).to(kv_dtype)
+        for position in range(length):
+            k_cache[table[position // block_size], :, position % block_size] = k[position]
+            v_cache[table[position // block_size], :, position % block_size] = v[position]
+        queries.append(torch.randn(count, heads, head_dim).to(dtype))
+        keys.append(k.double())
+        values.append(v.double())
+        starts.append(starts[-1] + count)
+    return PagedBatch(
+        torch.cat(queries),
+        k_cache,
+        v_cache,
+        tables,
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor([length for length, _ in shapes], dtype=torch.int32),
+        head_dim**-0.5,
+        keys,
+        values,
+    )
+
+
+def attention_in_float64(
+    batch: PagedBatch, window: int = 0, sinks: int = 0, soft_cap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result [T, heads, head_dim] and the mass of each page [B, kv_heads, M]."""
+    heads = batch.q.shape[1]
+    kv_heads, block_size = batch.k_cache.shape[1:3]
+    out = torch.zeros(batch.q.shape, dtype=torch.float64)
+    mass = torch.zeros(len(batch.keys), kv_heads, batch.block_tables.shape[1], dtype=torch.float64)
+    starts = batch.query_starts.tolist()
+    for b, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        length = len(keys)
+        if not length:
+            continue
+        for row in range(starts[b], starts[b + 1]):
+            i = length - starts[b + 1] + row
+            seen = [j for j in range(i + 1) if not window or j < sinks or i - window < j]
+            pages = torch.tensor(seen) // block_size
+            for head in range(heads):
+                kv_head = head * kv_heads // heads
+                scores = keys[seen, kv_head] @ batch.q[row, head].double() * batch.scale
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                shares = torch.softmax(scores, 0)
+                out[row, head] = shares @ values[seen, kv_head]
+                mass[b, kv_head].index_add_(0, pages, shares)
+    return out, mass

@@ -1,0 +1,256 @@
+"""Turns in whatever order: each is fed the history of its conversation, reads its own content only, and ends once."""
+
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Clock, Rig
+from engine_driver import Answer
+from kvloom import turns as turns_module
+from kvloom.conversations import Conversations, Turn
+from kvloom.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvloom.request import Delta, FinishReason, Request, Sampled, SamplingParams, Sequence
+from kvloom.turns import Turns
+from talks import Triton
+
+NAMES = [1, 2, 3, "1", "2"]
+IDS = st.sampled_from(NAMES)
+TOKENS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=2 * BLOCK)
+LENGTHS = st.sampled_from([3, 9, 1, 20])
+IDLE_S = 20.0
+
+
+class Seats(Rig):
+    """An engine whose memory is simulated, as turns see it."""
+
+    def __init__(self, most: int, **sizes: object):
+        super().__init__(**sizes)
+        self.triton = Triton()
+        self.register = Conversations(most, IDLE_S)
+        self.turns = Turns(self, self.scheduler, None, 10_000, self.register, self.triton, None)
+        self.full = False
+        self._sinks: dict[Sequence, object] = {}
+        self._failing = False
+
+    def check_length(self, tokens: int) -> None:
+        if tokens >= self.cache.total * BLOCK:
+            raise InvalidArgument("prompt", "too long")
+
+    def refusal(self, sequence):
+        return Unavailable("full") if self.full else None
+
+    def await_deadline(self, sequence):
+        pass
+
+    def begin(self, sequence, sink, held):
+        self._sinks[sequence] = sink
+        self._contents[sequence] = []
+        self.alive.append(sequence)
+        self.scheduler.add(sequence, held)
+
+    def end(self, sequence, reason=None, error=None):
+        self.alive.remove(sequence)
+        del self._contents[sequence]
+        conversation = self.turns.settle(sequence, error)
+        said = tuple(Sampled(token) for token in sequence.tokens[len(sequence.request.prompt_ids) :])
+        self._sinks.pop(sequence)(Delta("", () if error else said, reason, error))
+        self.turns.proceed(conversation)
+
+    def answer_unbegun(self, sequence, sink, reason=None, error=None):
+        sink(Delta("", (), reason, error))
+
+    def remove(self, sequence):
+        if self._failing:
+            self.end(sequence, error=Internal("the step failed"))
+        else:
+            self.end(sequence, FinishReason.LENGTH)
+
+    def failing_step(self):
+        self._failing = True
+        try:
+            return super().failing_step()
+        finally:
+            self._failing = False
+
+
+class Life(RuleBasedStateMachine):
+    """Conversations that share beginnings, on a pool that is too small for them."""
+
+    @initialize(
+        blocks=st.sampled_from([8, 12, 20]),
+        host=st.sampled_from([20, 4, 0]),
+        costs=st.sampled_from([ALWAYS_SWAP, ALWAYS_SWAP, NEVER_SWAP]),
+        max_running=st.sampled_from([6, 2]),
+        max_batch_tokens=st.sampled_from([40, 6]),
+        share=st.sampled_from([True, True, False]),
+        most=st.sampled_from([4, 2]),
+    )
+    def build(self, **sizes):
+        self.clock = Clock()
+        self.patches = [mock.patch.object(module, "time", self.clock) for module in (turns_module,)]
+        for patch in self.patches:
+            patch.start()
+        self.seats = Seats(**sizes)
+        # what was sent to each conversation that lives or ended with an end, in order
+        self.sent: dict[object, list[Answer]] = {}
+        self.everything: list[Answer] = []
+
+    @rule(name=IDS, ids=TOKENS, length=LENGTHS, end=st.sampled_from([False] * 5 + [True]))
+    def start(self, name, ids, end, length):
+        # on a live id less often than chance has it: much is lost with it
+        names = [other for other in NAMES if self.seats.register.get(other) is None]
+        self.send(names[0] if names and length != 1 else name, ids, length, True, end)
+
+    @rule(turns=st.lists(st.tuples(st.integers(0, 7), TOKENS, LENGTHS, st.sampled_from([30, 0, 2])), min_size=1))
+    def turn(self, turns):
+        """Mostly of conversations that there are; each runs to its end before the next, or does not."""
+        for number, ids, length, steps in turns:
+            names = [conversation.id for conversation in self.seats.register] or NAMES
+            self.send(names[number % len(names)], ids, length, False, False)
+            self.step(steps)
+
+    @rule(name=IDS, ids=TOKENS, length=LENGTHS)
+    def last(self, name, ids, length):
+        self.send(name, ids, length, False, True)
+
+    def send(self, name, ids, length, start, end):
+        request = Request(
+            id="", prompt_ids=tuple(ids), params=SamplingParams(seed=0, max_tokens=length), arrival=self.clock.now
+        )
+        answer = Answer()
+        answer.sequence, answer.new, answer.length = Sequence(request), ids, length
+        live = self.seats.register.get(name)
+        before = {conversation: conversation.last_used for conversation in self.seats.register._idle}
+        open_before = live is not None and not live.ending
+        self.seats.turns.submit(Turn(name, answer.sequence, answer.append, start, end, kv={} if start else None))
+        self.everything.append(answer)
+        conversation = self.seats.register.get(name)
+        if answer and isinstance(answer.error, Unavailable | NotFound):
+            # refused: what was there is as before
+            assert self.seats.full or start or not open_before
+            assert end or conversation is live
+            return
+        gone = [old for old in before if self.seats.register.get(old.id) is not old and old.id != name]
+        assert len(gone) <= 1
+        for old in gone:
+            assert start
+            assert before[old] == min(before.values()), "it was not the one that was used longest ago"
+            assert ("end", old.id) not in self.seats.triton.told[-1:]
+        if start:
+            self.sent[conversation or answer] = [answer]
+            answer.conversation = conversation
+        else:
+            assert open_before
+            self.sent[live].append(answer)
+
+    @rule(steps=st.sampled_from([1, 3, 20]))
+    def step(self, steps):
+        for _ in range(steps):
+            if not self.seats.alive:
+                break
+            assert self.seats.step().slices, "nobody goes on"
+            for sequence in [s for s in self.seats.alive if s.generated >= s.request.params.max_tokens]:
+                self.seats.end(sequence, FinishReason.LENGTH)
+
+    @rule(data=st.data(), name=IDS, how=st.sampled_from(["fail", "cancel", "cancel", "leave", "leave", "end", "full"]))
+    def disturb(self, data, name, how):
+        conversation = self.seats.register.get(name)
+        if how == "fail":
+            self.seats.failing_step()
+        elif how == "cancel" and conversation is not None:
+            running = conversation.running
+            self.seats.turns.cancel_running(name)
+            assert conversation.running is not running or running is None
+        elif how == "leave" and self.seats.turns._queued:
+            self.seats.turns.cancel(data.draw(st.sampled_from(list(self.seats.turns._queued))))
+        elif how == "full":
+            self.seats.full = True
+            self.send(name, [1], 1, data.draw(st.booleans()), False)
+            self.seats.full = False
+        elif how == "end":
+            self.control_end(name, conversation)
+
+    def control_end(self, name, conversation):
+        ended = []
+        if conversation is None:
+            with pytest.raises(NotFound):
+                self.seats.turns.end(name, lambda: None)
+        else:
+            busy = conversation.busy
+            self.seats.turns.end(name, lambda: ended.append(name))
+            assert bool(ended) != busy
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+        idle = {conversation: conversation.last_used for conversation in self.seats.register._idle}
+        self.seats.turns.expire(self.clock.now)
+        for conversation, last_used in idle.items():
+            gone = self.seats.register.get(conversation.id) is not conversation
+            assert gone == (last_used + IDLE_S <= self.clock.now)
+
+    @invariant()
+    def everything_is_accounted_for(self):
+        if hasattr(self, "seats"):
+            self.seats.check()
+            self.seats.turns.check()
+
+    @invariant()
+    def each_turn_was_fed_the_history_before_it(self):
+        if not hasattr(self, "seats"):
+            return
+        for answers in self.sent.values():
+            history: list[int] = []
+            for answer in answers:
+                if not answer:
+                    break
+                answer.assert_one_final()
+                if answer.error is not None:
+                    continue
+                if answer.ids:
+                    assert list(answer.sequence.request.prompt_ids) == [*history, *answer.new]
+                history += [*answer.new, *answer.ids]
+
+    def teardown(self):
+        """Whoever is left ends, and nothing is held by anyone."""
+        if not hasattr(self, "seats"):
+            return
+        try:
+            for _ in range(1000):
+                if not self.seats.alive:
+                    break
+                self.step(20)
+            assert not self.seats.alive
+            for answer in self.everything:
+                answer.assert_one_final()
+            self.each_turn_was_fed_the_history_before_it()
+            for conversation in list(self.seats.register):
+                self.seats.turns.end(conversation.id, lambda: None)
+            assert self.seats.turns.live == self.seats.cache.used == self.seats.host.used == 0
+        finally:
+            for patch in self.patches:
+                patch.stop()
+
+
+def live(examples: int, operations: int) -> None:
+    run_state_machine_as_test(
+        Life,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=operations,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_conversation_life():
+    live(examples=60, operations=50)
+
+
+@pytest.mark.full
+def test_conversation_life_full():
+    live(examples=500, operations=100)

@@ -1,0 +1,186 @@
+"""The GPU's step on the CPU: the same buffers, padding and sampling; recorded work is plain functions here."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_driver import Driver
+from gpu_on_cpu import Recorder, runner_factory
+from kvloom import assemble
+from kvloom.config import Settings
+from kvloom.errors import Internal, SettingsError
+from kvloom.graphs import DecodeGraphs, graph_sizes
+from kvloom.models.decoder import Batch
+from kvloom.placement import with_device
+from kvloom.scheduler import Costs
+from kvloom.step_buffers import Draws, StepBuffers
+from tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model", heads=6, kv_heads=2)
+
+
+def draws(rows: int) -> Draws:
+    ones = torch.ones(rows)
+    return Draws(ones, 0 * ones, torch.full((rows,), 5), ones, 0.5 * ones.double())
+
+
+def decode_batch(lengths: list[int], width: int = 3) -> Batch:
+    """A token of each of some sequences; numbers that tell where they went wrong."""
+    rows = len(lengths)
+    return Batch(
+        tokens=torch.arange(100, 100 + rows),
+        positions=torch.tensor(lengths) - 1,
+        slots=torch.arange(200, 200 + rows),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.arange(1, rows * width + 1, dtype=torch.int32).view(rows, width),
+        logit_rows=torch.arange(rows),
+        max_queries=1,
+        max_length=max(lengths),
+    )
+
+
+# --- buffers ---
+
+
+def test_a_step_arrives_as_it_was_sent():
+    buffers = StepBuffers(tokens=32, sequences=8, blocks=20, device=CPU)
+    sent, drawn = decode_batch([7, 1, 40]), draws(3)
+    buffers.send(sent, drawn)
+    got = buffers.batch(3, 3, 3, 1, 40)
+    for name in ("tokens", "positions", "slots", "query_starts", "seq_lens", "logit_rows"):
+        assert torch.equal(getattr(got, name), getattr(sent, name)), name
+    assert torch.equal(got.block_tables[:, :3], sent.block_tables)
+    for name in Draws.__slots__:
+        assert torch.equal(getattr(buffers.draws(3), name), getattr(drawn, name)), name
+
+
+def test_addresses_and_strides_suit_the_kernels():
+    buffers = StepBuffers(tokens=33, sequences=7, blocks=21, device=CPU)
+    before = buffers.batch(7, 7, 7, 1, 40)
+    buffers.send(decode_batch([5] * 7), draws(7))
+    after = buffers.batch(7, 7, 7, 1, 40)
+    for name in ("tokens", "positions", "slots", "query_starts", "seq_lens", "logit_rows", "block_tables"):
+        address = getattr(after, name).data_ptr()
+        assert address == getattr(before, name).data_ptr()
+        assert address % 16 == 0
+    assert after.block_tables.stride(0) % 16 == 0
+
+
+def test_padding_writes_nothing_and_has_no_length():
+    buffers = StepBuffers(tokens=32, sequences=8, blocks=20, device=CPU)
+    buffers.send(decode_batch([9] * 8), draws(8))
+    buffers.send(decode_batch([7, 1, 40]), draws(3), sequences=8)
+    got = buffers.batch(8, 8, 8, 1, 64)
+    assert got.seq_lens.tolist() == [7, 1, 40, 0, 0, 0, 0, 0]
+    assert got.slots.tolist() == [200, 201, 202, -1, -1, -1, -1, -1]
+    assert got.tokens.tolist() == [100, 101, 102, 0, 0, 0, 0, 0]
+    assert got.query_starts.tolist() == list(range(9))
+    assert got.logit_rows.tolist() == list(range(8))
+    assert buffers.draws(8).temperature.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+# --- graphs ---
+
+
+@pytest.mark.parametrize(
+    "most, sizes",
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (16, [1, 2, 4, 8, 16]),
+        (40, [1, 2, 4, 8, 16, 32, 40]),
+        (64, [1, 2, 4, 8, 16, 32, 48, 64]),
+    ],
+)
+def test_sizes_reach_from_one_to_all(most, sizes):
+    assert graph_sizes(most) == sizes
+
+
+def test_the_smallest_graph_that_fits_is_replayed_and_the_largest_recorded_first():
+    log: list[int] = []
+
+    def record(work):
+        work()
+        return work
+
+    graphs = DecodeGraphs([1, 2, 4, 8], log.append, record)
+    assert log == [8, 4, 2, 1]
+    assert [graphs.padded(count) for count in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, None]
+    graphs.replay(4)
+    assert log[-1] == 4
+
+
+# --- the engine ---
+
+
+@pytest.mark.parametrize("record", [Recorder(), None], ids=["graphs", "eager"])
+def test_answers_are_those_of_the_cpus_runner(model, monkeypatch, record):
+    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    expected = answers(model)
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, record))
+    assert answers(model) == expected
+    assert record is None or record.replays > 20
+
+
+def answers(model: Path) -> list[object]:
+    """Greedy, drawn, edited and logged rows side by side, in a pool that is too small for them all."""
+    driver = Driver(model, kv_blocks=14, block_size=8, max_running=5, max_batch_tokens=64, context_length=128)
+    rng = random.Random(3)
+    fields: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.0, "seed": 4},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"temperature": 0.7, "seed": 5, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+        {"logprobs": 3},
+        {"temperature": 1e-45},
+    ]
+    asked = [
+        driver.submit([rng.randrange(3, 300) for _ in range(rng.choice([1, 9, 30]))], max_tokens=24, **more)[1]
+        for more in fields
+    ]
+    driver.run()
+    assert driver.engine.stats().swaps > 0
+    return [(answer.ids, [[i for i, _ in token.top] for delta in answer for token in delta.tokens]) for answer in asked]
+
+
+def test_rows_whose_logits_are_not_finite_fail_alone(model, monkeypatch):
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
+    step = driver.engine._runner._step
+    forward = step._decoder.forward
+
+    def broken(batch, layers):
+        logits = forward(batch, layers)
+        logits[batch.tokens[batch.logit_rows] == 299] = torch.nan
+        return logits
+
+    monkeypatch.setattr(step._decoder, "forward", broken)
+    good, bad = driver.submit([5, 6], max_tokens=4)[1], driver.submit([5, 299], max_tokens=4)[1]
+    driver.run()
+    assert isinstance(bad.error, Internal)
+    assert len(good.ids) == 4
+
+
+# --- the setting ---
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_advice():
+    with pytest.raises(SettingsError, match=r"setting device='cuda:0': .*install a CUDA build.*or set device=cpu"):
+        with_device(Settings(device="cuda:0"))
+    assert with_device(Settings()).device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda", "cuda:x", "cuda:-1"])
+def test_devices_that_are_none_are_refused(device):
+    with pytest.raises(SettingsError, match="setting device=.*cuda:0"):
+        Settings.parse({"device": device})

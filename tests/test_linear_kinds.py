@@ -1,0 +1,127 @@
+"""Products with quantized weights, in torch and in C++ with every set of instructions, against float64 at odd sizes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvloom.fetch import cache_folder
+from kvloom.ops.linear import Weight, concat_rows, pack_linear, pack_tied_linear
+from kvloom.ops.linear_groups import GROUP, GroupedWeight
+from kvloom.ops.linear_int8 import Int8Weight
+from kvloom.ops.native import stop_using_native, use_native
+
+SHAPES = [(960, 576), (48, 1536), (7, 33), (33, 6)]
+"""[out, in]: multiples of everything, a panel and a half, of nothing at all."""
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+"""Of a sum, and of what comes out."""
+
+
+@pytest.fixture(params=["torch", "C++", "C++ for AVX2"], autouse=True)
+def form(request) -> Iterator[str]:
+    torch.manual_seed(1)
+    if request.param != "torch":
+        machine = "haswell" if "AVX2" in request.param else "native"
+        assert use_native(cache_folder("ops"), machine), "there is no compiler"
+    yield request.param
+    stop_using_native()
+
+
+def four_bits(rows: int, width: int) -> GroupedWeight:
+    padded = -(-width // GROUP) * GROUP
+    values = torch.randint(0, 16, (rows, padded), dtype=torch.uint8)
+    scales, minima = torch.rand(rows, padded // GROUP).half() / 50, torch.randn(rows, padded // GROUP).half() / 10
+    scales[0, 0] = 3e-7  # a subnormal number of fp16
+    return GroupedWeight(4, values, scales, minima, width)
+
+
+def make(kind: str, rows: int, width: int) -> tuple[Weight, torch.Tensor]:
+    """A weight, and the same in float64."""
+    if kind in ("fp32", "bf16"):
+        plain = torch.randn(rows, width).to({"fp32": torch.float32, "bf16": torch.bfloat16}[kind])
+        return plain, plain.double()
+    if kind == "w8a8":
+        weight = Int8Weight.quantize(torch.randn(rows, width))
+        return weight, weight.values.double() * weight.scales.double()[:, None]
+    groups = four_bits(rows, width) if kind == "int4" else GroupedWeight.quantize(torch.randn(rows, width))
+    exact = groups.values.double() * groups.scales.double().repeat_interleave(GROUP, 1)
+    if groups.minima is not None:
+        exact += groups.minima.double().repeat_interleave(GROUP, 1)
+    return groups, exact[:, :width]
+
+
+KINDS = [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+KINDS += [(kind, dtype) for kind in ("int8", "int4", "w8a8") for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_products(form, kind, dtype, rows, width):
+    weight, exact = make(kind, rows, width)
+    x = torch.randn(110, width).to(dtype)
+    x[3] = 0.0
+    linear = pack_linear(weight, dtype)
+    whole = linear(x)
+    assert whole.dtype is dtype
+    inputs = x.double()
+    tolerance = ROUNDING[dtype]
+    if kind == "w8a8":  # what is lost by rounding the rows is known; where the two halves of a step tie is not
+        scales = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        inputs = (x.double() / scales).round() * scales
+        tolerance += 2e-3
+    expected = inputs @ exact.T
+    if form == "torch" and kind in ("int8", "int4") and dtype is torch.bfloat16:
+        tolerance *= 4  # groups are kept in bf16 there
+    assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    assert (whole[3] == 0).all()
+    in_fp32 = linear(x, torch.float32)
+    assert in_fp32.dtype is torch.float32
+    assert (in_fp32 - whole.float()).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+    # what a row gives must not depend on how many rows there are
+    for count in (1, 2, 3, 8, 17, 32, 97):
+        assert torch.equal(linear(x[:count].contiguous()), whole[:count]), count
+    assert torch.equal(linear(x[100:101].contiguous()), whole[100:101])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, dtype in KINDS if kind != "w8a8"])
+def test_a_head_gives_the_embedding_back(form, kind, dtype):
+    weight, exact = make(kind, 71, 70)
+    ids = torch.tensor([70, 0, 33, 0, 15, 16, 64])
+    rows = pack_tied_linear(weight, dtype).rows(ids)
+    assert rows.dtype is torch.float32
+    rounded = form == "torch" and kind in ("int8", "int4") and dtype is torch.bfloat16
+    assert (rows.double() - exact[ids]).abs().max() <= (1e-2 if rounded else 1e-6) * exact.abs().max()
+    if isinstance(weight, GroupedWeight) and not rounded:
+        assert torch.equal(rows, weight.rows(ids))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4", "w8a8"])
+def test_joined_weights_give_what_each_gives(kind):
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    parts = [make(kind, rows, 64)[0] for rows in (5, 40, 3)]
+    x = torch.randn(4, 64).to(dtype)
+    joined = pack_linear(concat_rows(parts), dtype)(x)
+    apart = torch.cat([pack_linear(part, dtype)(x) for part in parts], 1)
+    assert (joined - apart).abs().max() <= ROUNDING[dtype] * apart.abs().max()
+
+
+def test_one_outlier_costs_its_own_row_only(form):
+    weight, _ = make("w8a8", 40, 64)
+    x = torch.randn(9, 64)
+    linear = pack_linear(weight)
+    before = linear(x)
+    x[4, 7] = float("nan")
+    after = linear(x)
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(after[others], before[others])
+
+
+def test_rounding_to_groups_is_ggufs():
+    gguf = pytest.importorskip("gguf")
+    weight = torch.randn(6, 96)
+    weight[2, 32:64] = 0.0
+    theirs = gguf.dequantize(
+        gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+    )
+    assert torch.equal(GroupedWeight.quantize(weight).dequantize(), torch.from_numpy(theirs))
