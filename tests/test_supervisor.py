@@ -1,12 +1,13 @@
 """`kvloom serve` says truly whether it works, and brings back what has died or hangs."""
 
+import itertools
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,15 @@ from kvloom.ports import Ports
 from kvloom.processes import stubs_of
 from kvloom.repository import ModelRepository
 from kvloom.supervisor import Supervisor
-from kvloom_client import AnswerTimeout, Client, KvloomClientError, Unavailable
+from kvloom_client import (
+    AnswerTimeout,
+    Client,
+    ConnectionFailed,
+    Conversation,
+    KvloomClientError,
+    NotFound,
+    Unavailable,
+)
 from launched import Launched, child, health, launched
 from server import Footprint
 from tiny_models import make_tiny
@@ -34,19 +43,32 @@ ALIVE = {"op": "ping", "ok": True, "since_step_s": 0.0, "failed_steps": 0, "drai
 CANARY = {"input_ids": [5, 6, 7], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
-# signs of life, from a door that says what the test wants
+SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "timeout": 30}
+
+
+# signs of life, from a door that says what the test wants, by a clock that the test moves
+
+
+Says = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @contextmanager
-def door(says: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Iterator[int]:
-    """The port of something like `generate`; where ``says`` returns None, no answer comes."""
+def door(says: Says) -> Iterator[tuple[int, threading.Event]]:
+    """The port of something like `generate`; where ``says`` returns None it answers nothing until the event is set."""
+    closed = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # noqa: N802 - the name is http.server's
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            said = says(body)
+            said = says(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             if said is None:
-                time.sleep(0.7)
+                closed.wait(30)
                 return
             content = json.dumps(said).encode()
             self.send_response(200)
@@ -61,26 +83,36 @@ def door(says: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Iterator[in
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        yield server.server_address[1]
+        yield server.server_address[1], closed
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def problem(says: Callable[[dict[str, Any]], dict[str, Any] | None], stuck_after_s: float = 0.3) -> str | None:
-    """What a heartbeat finds within 0.6 s."""
-    with door(says) as port:
-        beat = Heartbeat("127.0.0.1", port, stuck_after_s)
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return clock
+
+
+def problem(clock: Clock, says: Says, stuck_after_s: float = 3.0, answers: bool = True) -> tuple[str | None, float]:
+    """What a heartbeat finds within 20 s, and after how many; ``answers``: whether the door does."""
+    with door(says) as (port, closed):
+        beat, start = Heartbeat("127.0.0.1", port, stuck_after_s), clock.now
         try:
-            deadline = time.monotonic() + 0.6
-            while time.monotonic() < deadline:
+            while clock.now < start + 20:
                 found = beat.look()
                 if found is not None:
-                    return found
-                time.sleep(0.01)
-            return None
+                    break
+                if answers and beat._asked is not None:
+                    wait([beat._asked], timeout=60)
+                clock.now += 0.1
+            return found, clock.now - start
         finally:
+            # as a killed server does: the question on its way ends
+            closed.set()
             beat.close()
 
 
@@ -88,41 +120,37 @@ def pong(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda body: {"text_output": json.dumps(ALIVE | changed)}
 
 
-@pytest.fixture
-def often(monkeypatch):
-    monkeypatch.setattr(heartbeat, "PERIOD_S", 0.02)
-
-
-def test_an_engine_that_answers_has_no_problem(often):
+def test_an_engine_that_answers_has_no_problem(clock):
     asked = []
-    assert problem(lambda body: (asked.append(body), pong()(body))[1]) is None
-    assert len(asked) > 5
+    assert problem(clock, lambda body: (asked.append(body), pong()(body))[1])[0] is None
+    assert 15 <= len(asked) <= 20
     assert all(json.loads(body["control"]) == {"op": "ping"} for body in asked)
 
 
-def test_one_that_does_not_answer_is_stuck(often):
-    start = time.monotonic()
-    assert problem(lambda body: None) == "no step has finished for 0.3 s (setting stuck_after_s)"
-    assert 0.3 <= time.monotonic() - start < 3
-    assert problem(lambda body: None, stuck_after_s=0) is None
+STUCK = "no step has finished for 3 s (setting stuck_after_s)"
 
 
-def test_one_that_answers_with_errors_is_stuck_and_they_are_told(often):
-    found = problem(lambda body: {"error": "Stub process 'llm_0_0' is not healthy."})
-    assert found == (
-        "no step has finished for 0.3 s (setting stuck_after_s); "
-        "the last answer to a ping was: Stub process 'llm_0_0' is not healthy."
-    )
+def test_one_that_does_not_answer_is_stuck(clock):
+    found, after = problem(clock, lambda body: None, answers=False)
+    assert found == STUCK
+    assert after == pytest.approx(3.0, abs=0.2)
+    assert problem(clock, lambda body: None, stuck_after_s=0, answers=False)[0] is None
 
 
-def test_one_that_answers_between_steps_that_never_finish_is_stuck(often):
-    assert problem(pong(since_step_s=0.29)) is None
-    assert problem(pong(since_step_s=0.31)) == "no step has finished for 0.3 s (setting stuck_after_s)"
+def test_one_that_answers_with_errors_is_stuck_and_they_are_told(clock):
+    found, after = problem(clock, lambda body: {"error": "Stub process 'llm_0_0' is not healthy."})
+    assert found == f"{STUCK}; the last answer to a ping was: Stub process 'llm_0_0' is not healthy."
+    assert after == pytest.approx(3.0, abs=0.2)
 
 
-def test_silence_is_counted_anew_after_an_answer(often):
-    numbers = iter(range(1000))
-    assert problem(lambda body: pong()(body) if next(numbers) % 3 == 0 else {"error": "busy"}) is None
+def test_one_that_answers_between_steps_that_never_finish_is_stuck(clock):
+    assert problem(clock, pong(since_step_s=2.99))[0] is None
+    assert problem(clock, pong(since_step_s=3.01)) == (STUCK, pytest.approx(0.1))
+
+
+def test_silence_is_counted_anew_after_an_answer(clock):
+    numbers = itertools.count()
+    assert problem(clock, lambda body: pong()(body) if next(numbers) % 3 == 0 else {"error": "busy"})[0] is None
 
 
 @pytest.mark.parametrize(
@@ -133,11 +161,11 @@ def test_silence_is_counted_anew_after_an_answer(often):
         ({"text_output": "x"}, None),
     ],
 )
-def test_where_steps_fail_a_canary_decides(often, canary, expected):
+def test_where_steps_fail_a_canary_decides(clock, canary, expected):
     def says(body):
         return canary if "input_ids" in body else pong(failed_steps=1)(body)
 
-    assert problem(says) == expected
+    assert problem(clock, says)[0] == expected
 
 
 # starts that fail
@@ -263,7 +291,7 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def serving(tiny) -> Iterator[Launched]:
     settings = {"model": str(tiny), "weights": "fp32", "threads": "1", "block_size": "16", "kv_blocks": "2048"}
-    settings |= {"max_running": "8", "max_queue": "8", "stuck_after_s": str(STUCK_S), "admin_token": TOKEN}
+    settings |= {"max_running": "10", "max_queue": "8", "stuck_after_s": str(STUCK_S), "admin_token": TOKEN}
     with launched("--exit-timeout=10", settings=settings) as running:
         yield running
 
@@ -305,6 +333,36 @@ def in_streams(url: str, disturb: Callable[[], float], within: float) -> list[st
     return [how for how, _ in ends]
 
 
+class Talks:
+    """Conversations before and after a restart: 20 that rest, one whose second and one whose first turn is running."""
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._histories: dict[Conversation, list[int]] = {}
+        for number in range(21):
+            talk, asked = client.conversation(), [7 + number, 8, 9]
+            self._histories[talk] = [*asked, *talk.generate(input_ids=asked, **SHORT).token_ids]
+        self._lost = client.conversation("lost")
+        # held, because a stream that nobody has any more is cancelled, which is an end like others
+        self._running = [
+            running.stream(input_ids=[5, 6], max_tokens=4000, ignore_eos=True) for running in (talk, self._lost)
+        ]
+        for stream in self._running:
+            next(stream)
+
+    def go_on(self) -> None:
+        """Each is as its last finished turn left it; what never had one is lost, and that is said."""
+        for stream in self._running:
+            with pytest.raises(ConnectionFailed):
+                list(stream)
+        for talk, history in self._histories.items():
+            answer = talk.generate(input_ids=[11, 12], last=True, **SHORT)
+            assert answer.token_ids == self._client.generate(input_ids=[*history, 11, 12], **SHORT).token_ids
+            assert answer.num_input_tokens == len(history) + 2
+        with pytest.raises(NotFound, match="^NOT_FOUND: conversation lost: lost"):
+            self._lost.generate(input_ids=[5], **SHORT)
+
+
 def strike(
     serving: Launched, victim: Callable[[Footprint], int], signum: int, noticed_s: float, said: str
 ) -> list[str]:
@@ -319,10 +377,13 @@ def strike(
         return at
 
     expected = ask(serving.url)
-    ends = in_streams(serving.url, disturb, noticed_s + 5)
-    serving.wait_until_health_is(200, 30)
-    before.assert_gone()
-    assert ask(serving.url) == expected
+    with Client(serving.url) as client:
+        talks = Talks(client)
+        ends = in_streams(serving.url, disturb, noticed_s + 5)
+        serving.wait_until_health_is(200, 30)
+        before.assert_gone()
+        assert ask(serving.url) == expected
+        talks.go_on()
     assert child(serving.process).group != before.group
     return ends
 

@@ -105,12 +105,11 @@ class Server:
             file = cleanup.enter_context(server_log.file)
             server = cls(ports, server_log, exit_timeout_s)
             journal = run_dir / "journal"
-            journal.mkdir(exist_ok=True)
             repository.write(
                 workdir / "models",
                 # Triton shows the settings to every client
                 admin_token=digests(repository.settings.admin_token, server._admin_token),
-                journal_dir=str(journal),
+                journal_dir=repository.settings.journal_dir or str(journal),
             )
             cleanup.callback(server._dismiss_guard)
             cleanup.callback(remove_shared_memory, server.shm_prefix)

@@ -15,6 +15,7 @@ from kvloom.serving.fields import Inputs, one
 from kvloom.serving.sampling import json_object, validate
 
 if TYPE_CHECKING:
+    # `generate` needs no engine
     from kvloom.loop import Loop
     from kvloom.turns import Turns
 
