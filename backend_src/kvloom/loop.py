@@ -171,7 +171,6 @@ class Loop:
                         self._moved = time.monotonic()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
-                engine.failed_steps += 1
                 engine.recover(Internal(f"the engine failed: {error}"))
             self.stats = engine.stats()
 
