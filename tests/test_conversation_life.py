@@ -254,3 +254,65 @@ def test_conversation_life():
 @pytest.mark.full
 def test_conversation_life_full():
     live(examples=500, operations=100)
+
+
+def seats_with_conversations(count: int, length: int, **sizes: object) -> Seats:
+    """Idle conversations 0, 1, ... of so many tokens, no two with a common beginning."""
+    seats = Seats(most=10, share=False, costs=ALWAYS_SWAP, **sizes)
+    for number in range(count):
+        seats.turns.submit(turn(number, length, number, start=True))
+        finish(seats)
+    return seats
+
+
+def turn(name: int, length: int, seed: int, start: bool = False) -> Turn:
+    ids = (10 + seed,) * length
+    request = Request(id="", prompt_ids=ids, params=SamplingParams(seed=0, max_tokens=1), arrival=0.0)
+    answer = Answer()
+    return Turn(name, Sequence(request), answer.append, start=start, kv={} if start else None)
+
+
+def finish(seats: Seats) -> None:
+    while seats.alive:
+        assert seats.step().slices
+        for sequence in [sequence for sequence in seats.alive if sequence.generated]:
+            seats.end(sequence, FinishReason.LENGTH)
+
+
+def test_one_plan_reads_a_host_block_and_needs_another():
+    """What comes back from the host must be read before another conversation is copied over it."""
+    # a conversation takes two blocks, and the host has room for one
+    seats = seats_with_conversations(4, 6, blocks=6, host=2)
+    held = [seats.register.get(number).held for number in range(4)]
+    assert [len(one.host_blocks) for one in held] == [2, 0, 0, 0]
+    seats.turns.end(3, lambda: None)
+    # the first comes back, and the next needs what the second has
+    seats.turns.submit(turn(0, 1, 5))
+    seats.turns.submit(turn(9, 6, 6, start=True))
+    plan = seats.step()
+    assert len(plan.swap_in) == 2
+    assert not {host for host, _ in plan.swap_in} & {host for _, host in plan.swap_out}
+    finish(seats)
+
+
+def test_who_comes_back_does_not_lose_its_copy_to_who_makes_room():
+    seats = seats_with_conversations(3, 6, blocks=5, host=2)
+    assert [len(seats.register.get(number).held.host_blocks) for number in range(3)] == [2, 0, 0]
+    seats.turns.submit(turn(0, 1, 5))
+    assert len(seats.step().swap_in) == 2
+    finish(seats)
+
+
+def test_a_queued_turn_is_answered_once():
+    seats = Seats(most=10, blocks=20)
+    seats.turns.submit(turn(0, 6, 0, start=True))
+    queued = turn(0, 3, 1)
+    deltas: list[Delta] = []
+    queued.sink = deltas.append
+    seats.turns.submit(queued)
+    seats.turns.cancel(queued.sequence)
+    seats.turns.overdue(queued.sequence)
+    finish(seats)
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.CANCELLED]
+    # what it asked is part of the conversation all the same
+    assert len(seats.register.get(0).history) == 6 + 1 + 3

@@ -97,15 +97,18 @@ class Residency:
         for holding in self._in_blocks:
             if holding is not but:
                 del self._in_blocks[holding]
-                if self.move_out(plan, holding):
+                if self.move_out(plan, holding, but):
                     self._on_host[holding] = None
                 return True
         return False
 
-    def move_out(self, plan: Plan, holding: Holding) -> bool:
-        """Take a holding's blocks; whether their content is copied to the host, because that pays and there is room."""
+    def move_out(self, plan: Plan, holding: Holding, but: Holding | None = None) -> bool:
+        """Take a holding's blocks; whether their content is copied to the host, because that pays and there is room.
+
+        Older copies make room there, except that of ``but``.
+        """
         blocks = blocks_for(holding.computed, self._cache.block_size)
-        copied = blocks > 0 and self._costs.swap_pays(blocks, holding.computed) and self._make_host_room(blocks)
+        copied = blocks > 0 and self._costs.swap_pays(blocks, holding.computed) and self._make_host_room(blocks, but)
         if copied:
             holding.host_blocks.extend(self._host.take(blocks))
             holding.swapped = holding.computed
@@ -142,12 +145,12 @@ class Residency:
         assert not set(running) & (self._in_blocks.keys() | self._on_host.keys()), "who runs is in care too"
         return [*self._in_blocks, *self._on_host]
 
-    def _make_host_room(self, blocks: int) -> bool:
+    def _make_host_room(self, blocks: int, but: Holding | None) -> bool:
         """See to it that so many host blocks are free, by dropping copies that were not used for longest."""
         if blocks > self._host.total:
             return False
         while self._host.free < blocks:
-            oldest = next(iter(self._on_host), None)
+            oldest = next((holding for holding in self._on_host if holding is not but), None)
             if oldest is None or oldest in self._arriving:
                 return False
             self.release(oldest)
