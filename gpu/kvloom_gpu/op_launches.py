@@ -25,18 +25,15 @@ def op_launches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"pick {vocab}", lambda vocab=vocab: _pick(vocab)
     yield "greedy 128256", lambda: greedy(torch.empty(4, 128_256))
     yield "copy 2 MiB", _copy
-    for in_features, out_features in ((4096, 4096), (14_336, 4096), (576, 1536)):
-        for rows in (1, 32, 64, 512):
-            shape = f"{in_features} to {out_features}, {rows} rows"
-            yield f"int8 {shape}", lambda n=out_features, k=in_features, rows=rows: _int8(n, k, rows)
-            for group in (32, 128):
-                for zero in (False, True):
-                    yield (
-                        f"int4 by {group}{' with zeros' if zero else ''} {shape}",
-                        lambda n=out_features, k=in_features, rows=rows, group=group, zero=zero: _int4(
-                            n, k, rows, group, zero
-                        ),
-                    )
+    # each number of rows that a program takes; and in_features that fill no block
+    for out_features, in_features, rows in ((4096, 4096, 1), (4096, 4096, 32), (4096, 4096, 64), (1536, 576, 1)):
+        sizes = out_features, in_features, rows
+        shape = f"{in_features} to {out_features}, {rows} rows"
+        yield f"int8 {shape}", lambda sizes=sizes: _int8(*sizes)
+        for group in (32, 128):
+            yield f"int4 by {group} {shape}", lambda sizes=sizes, group=group: _int4(*sizes, group, False)
+            if rows <= 32:
+                yield f"int4 by {group} and zeros {shape}", lambda sizes=sizes, group=group: _int4(*sizes, group, True)
 
 
 def _bf16(*shape: int) -> torch.Tensor:
