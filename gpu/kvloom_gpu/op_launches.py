@@ -1,6 +1,5 @@
 """What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens, copies."""
 
-import itertools
 from functools import partial
 
 import torch
@@ -23,13 +22,15 @@ def op_works() -> list[Work]:
     works += [Work(f"silu {width}", partial(_silu, width)) for width in (1536, 14_336)]
     works += [Work(f"pick {vocab}", partial(_pick, vocab)) for vocab in VOCABULARIES]
     works += [Work("greedy 128256", _greedy), Work("copy 2 MiB", _copy)]
-    for in_features, out_features in ((4096, 4096), (14_336, 4096), (576, 1536)):
-        for rows in (1, 32, 64, 512):
-            shape = f"{in_features} to {out_features}, {rows} rows"
-            works.append(Work(f"int8 {shape}", partial(_int8, out_features, in_features, rows)))
-            for group, zero in itertools.product((32, 128), (False, True)):
-                name = f"int4 by {group}{' with zeros' if zero else ''} {shape}"
-                works.append(Work(name, partial(_int4, out_features, in_features, rows, group, zero)))
+    # each number of rows that a program takes; and in_features that fill no block
+    for out_features, in_features, rows in ((4096, 4096, 1), (4096, 4096, 32), (4096, 4096, 64), (1536, 576, 1)):
+        sizes = out_features, in_features, rows
+        shape = f"{in_features} to {out_features}, {rows} rows"
+        works.append(Work(f"int8 {shape}", partial(_int8, *sizes)))
+        for group in (32, 128):
+            works.append(Work(f"int4 by {group} {shape}", partial(_int4, *sizes, group, False)))
+            if rows <= 32:
+                works.append(Work(f"int4 by {group} and zeros {shape}", partial(_int4, *sizes, group, True)))
     return works
 
 

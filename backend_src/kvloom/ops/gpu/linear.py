@@ -56,7 +56,8 @@ class _QuantizedLinear:
         parts = out
         if split > 1:
             parts = torch.empty(split, rows, self.out_features, dtype=torch.float32, device=x.device)
-        tile = min(max(triton.next_power_of_2(rows), 16), 64)
+        # with zeros, registers are not enough for more
+        tile = min(max(triton.next_power_of_2(rows), 16), 64 if self._zero is None else 32)
         backend = _backend()
         grid = (triton.cdiv(self.out_features, _COLUMNS), split, triton.cdiv(rows, tile))
         kernels.quantized_product[grid](
