@@ -168,7 +168,9 @@ class Engine:
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         self._answers[sequence] = answer
         if self._limits.queue_timeout_s:
-            self._timers.add(time.monotonic() + self._limits.queue_timeout_s, "queue", sequence)
+            # a turn of a conversation may have waited for the one before it: that is no queue's fault
+            since = sequence.request.arrival if held is None else time.monotonic()
+            self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence, held)
 
     def await_deadline(self, sequence: Sequence) -> None:
