@@ -91,15 +91,15 @@ def test_draws_are_those_of_torch(monkeypatch, sizes, vocab, ties):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [*SIZES, (4096, 32, 1024, 8192)], ids=str)
 def test_draws_are_those_of_torch_at_length(monkeypatch, sizes, seed):
     use_sizes(monkeypatch, sizes)
     torch.manual_seed(seed)
-    vocab = 700 + seed * 97
-    scores = (torch.randn(48, vocab) * torch.tensor([0.3, 2, 6])[torch.randint(3, (48, 1))]).round(decimals=seed % 4)
+    vocab = 700 + seed * 297
+    scores = (torch.randn(24, vocab) * torch.tensor([0.3, 2, 6])[torch.randint(3, (24, 1))]).round(decimals=seed + 1)
     scores[:, torch.randperm(vocab)[: vocab // 8]] = -torch.inf
-    compare(scores, parameters(48, vocab))
+    compare(scores, parameters(24, vocab))
 
 
 @pytest.mark.parametrize("way", ["by id", "by rank"])
