@@ -290,7 +290,7 @@ def test_exactly_one_prompt(server):
 
 
 def test_control_through_llm(client):
-    assert client.control("ping") == {"op": "ping", "ok": True}
+    assert client.control("ping").items() >= {"op": "ping", "ok": True}.items()
     assert client.control("flush").keys() == {"op", "ok", "blocks"}
     with pytest.raises(RequestFailed, match="NOT_FOUND: conversation nobody"):
         client.control("status", conversation="nobody")
@@ -300,5 +300,6 @@ def test_control_through_llm(client):
 
 def test_control_through_generate_is_ping_only(server):
     status, text = post(server, {"control": '{"op": "ping"}'})
-    assert (status, json.loads(json.loads(text)["text_output"])) == (200, {"op": "ping", "ok": True})
+    assert status == 200
+    assert json.loads(json.loads(text)["text_output"]).items() >= {"op": "ping", "ok": True}.items()
     assert refusal(server, {"control": '{"op": "flush"}'}).startswith("INVALID_ARG: control: ")
