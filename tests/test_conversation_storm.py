@@ -13,6 +13,10 @@ from server import metrics
 from tiny_server import GREEDY, Tiny, tokens
 
 
+LONGEST = 250
+"""Tokens of a history after which it ends: an answer that nobody interrupts in time has 400, and the pool holds 768."""
+
+
 class Talker:
     """A client's idea of a conversation, and everything it was answered."""
 
@@ -27,6 +31,8 @@ class Talker:
         """One turn; returns what became of it."""
         new = tokens(rng.randrange(10**9), rng.randint(1, 40))
         kind = rng.choices(["whole", "interrupted", "left", "last"], [10, 2, 2, 1])[0]
+        if len(self.history) > LONGEST:
+            kind = "last"
         begun = self.talk.begun
         try:
             if kind in ("whole", "last"):

@@ -71,7 +71,7 @@ def test_a_deadline_ends_the_answer(server, http):
 
 
 def test_control(client, server):
-    assert client.control("ping", timeout=30) == {"op": "ping", "ok": True}
+    assert client.control("ping", timeout=30)["ok"]
     assert client.control("flush", timeout=30)["ok"]
     with pytest.raises(InvalidArgument):
         client.control("no_such_op", timeout=30)
