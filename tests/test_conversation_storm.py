@@ -12,7 +12,6 @@ from kvloom_client import Client, NotFound, Unavailable
 from server import metrics
 from tiny_server import GREEDY, Tiny, tokens
 
-
 LONGEST = 250
 """Tokens of a history after which it ends: an answer that nobody interrupts in time has 400, and the pool holds 768."""
 

@@ -280,7 +280,7 @@ def test_h20_chunks_change_nothing(tiny, caching, chunk):
         if chunk == 1:  # a step of one token has room for one sequence
             chunks, arrivals = list(client.stream(**long)), []
         else:
-            # a prefill takes some milliseconds, and so may a client's thread until it runs again: the best of some tries
+            # a prefill takes some milliseconds, and so may a client's thread until it runs: the best of some tries
             for attempt in range(8):
                 chunks, arrivals = prefill_beside(client, {**long, "cache_salt": str(attempt)}, beside)
                 if len(arrivals) >= 1000 // chunk - 4:
