@@ -22,7 +22,7 @@ from bench.measure import Measurement
 from bench.plot import draw
 from bench.prompts import PromptSource
 from bench.record import Record
-from bench.variants import DOORS, Variant, variants
+from bench.variants import DOORS, IN_PROCESS, Variant, variants
 from kvloom.config import Settings
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
@@ -99,9 +99,11 @@ def profile(
     folder: Folder = REPORTS,
 ) -> None:
     """Say where the time of a decode step goes."""
+    if weights not in IN_PROCESS:
+        raise typer.BadParameter(f"--weights {weights}: one of {', '.join(IN_PROCESS)}")
     spec = GgufFile(default_model()).spec
     machine = floors.measure()
-    settings = Settings.parse({"weights": weights, "kv_memory": "512MiB"})
+    settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
     rows = profile_step.profile(settings, spec, machine, [int(count) for count in streams.split(",")])
     meta: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

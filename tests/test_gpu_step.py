@@ -131,6 +131,19 @@ def test_answers_are_those_of_the_cpus_runner(model, monkeypatch, record):
     assert record is None or record.replays > 20
 
 
+def test_a_server_of_one_sequence_at_a_time(model, monkeypatch):
+    def answer() -> list[int]:
+        driver = Driver(model, kv_blocks=14, block_size=8, max_running=1, max_batch_tokens=64, context_length=128)
+        got = driver.submit([5, 6, 7], max_tokens=8)[1]
+        driver.run()
+        return got.ids
+
+    expected = answer()
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 1, 128, Recorder()))
+    assert len(expected) == 8
+    assert answer() == expected
+
+
 def answers(model: Path) -> list[object]:
     """Greedy, drawn, edited and logged rows side by side, in a pool that is too small for them all."""
     driver = Driver(model, kv_blocks=14, block_size=8, max_running=5, max_batch_tokens=64, context_length=128)

@@ -19,6 +19,8 @@ from test_continuation import FORGETS_THOUGHTS, answer_to, user
 from tiny_models import make_tiny
 from tiny_server import tokens
 
+MODEL = "a hash of the tokenizer"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -97,7 +99,7 @@ def test_chats_are_still_rendered_as_a_whole(tmp_path):
 def test_a_half_written_record_is_not_there(tmp_path):
     """Wherever the file is cut off, every conversation is in a state that it once had."""
     rng = random.Random(3)
-    journal = Journal(tmp_path / "journal")
+    journal = Journal(tmp_path / "journal", MODEL)
     states: dict[int, list[list[int]]] = {name: [[]] for name in range(4)}
     conversations = {name: Conversation(name) for name in states}
     for conversation in conversations.values():
@@ -119,7 +121,7 @@ def test_a_half_written_record_is_not_there(tmp_path):
             file.truncate(size if not attempt else rng.randrange(size))
         for path in folder.glob("*-shm"):
             path.unlink()
-        found = {one.id: list(one.history) for one in Journal(folder).read()}
+        found = {one.id: list(one.history) for one in Journal(folder, MODEL).read()}
         if not attempt:
             assert found == {name: history[-1] for name, history in states.items()}
         assert all(history in states[name] for name, history in found.items())
@@ -136,7 +138,53 @@ def test_a_broken_disk_ends_the_journal_and_nothing_else(model, stateless, tmp_p
     driver.say(8, tokens(2, 5), start=True)
     [record] = [record for record in caplog.records if "journal" in record.message]
     assert "will not survive a restart" in record.message
+    assert not list(tmp_path.iterdir()), "an old state would be taken for the truth"
     driver.end_all()
+
+
+def test_what_can_not_be_read_is_given_up(tmp_path, caplog):
+    journal = Journal(tmp_path, MODEL)
+    journal.begin(Conversation("a"))
+    journal._base.execute("UPDATE conversations SET kv = 'no JSON'")
+    assert journal.read() == []
+    assert "given up" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_models_conversations_are_lost(model, tmp_path):
+    before = Talks(model, journal_dir=tmp_path / "before")
+    before.say(7, tokens(1, 20), start=True)
+    folder = killed(tmp_path / "before", tmp_path / "after")
+    journal = Journal(folder, "another model")
+    assert [list(found.history) for found in journal.read()] == [[]]
+    journal.close()
+    driver = Talks(model, journal_dir=folder)
+    assert str(driver.say(7, tokens(2, 5)).error) == "NOT_FOUND: conversation 7: lost"
+    before.end_all()
+
+
+def test_a_smaller_server_restores_those_used_last(model, tmp_path):
+    before = Talks(model, journal_dir=tmp_path / "before")
+    for name in range(1, 6):
+        before.say(name, tokens(name, 20), start=True)
+    folder = killed(tmp_path / "before", tmp_path / "after")
+    driver = Talks(model, journal_dir=folder, max_conversations=2)
+    driver.engine.check_invariants()
+    for name in (1, 2, 3):
+        assert str(driver.say(name, tokens(2, 5)).error) == f"NOT_FOUND: conversation {name}: evicted"
+    for name in (4, 5):
+        assert driver.say(name, tokens(2, 5)).error is None
+    driver.end_all()
+    before.end_all()
+
+
+def test_a_history_that_only_gets_shorter(tmp_path):
+    journal, conversation = Journal(tmp_path, MODEL), Conversation("a", history=array("i", [1, 2]))
+    journal.begin(conversation)
+    journal.add(conversation, array("i"), None)
+    conversation.history = array("i", [1])
+    journal.add(conversation, array("i", [1, 2]), None)
+    assert [list(found.history) for found in journal.read()] == [[1]]
 
 
 def test_a_folder_that_can_not_be_used_is_told_at_start(model, tmp_path):
@@ -156,7 +204,7 @@ def test_more_sequences_than_triton_keeps_are_refused():
 
 
 def test_who_reads_sees_what_was_written(tmp_path):
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path, MODEL)
     conversation = Conversation("a", "salt", -1.0, {"dtype": "auto"})
     journal.begin(conversation)
     conversation.history = array("i", [1, 2, 3])

@@ -1,5 +1,6 @@
 """Products with quantized weights, in torch and in C++ with every set of instructions, against float64 at odd sizes."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,17 @@ def test_one_outlier_costs_its_own_row_only(form):
     after = linear(x)
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_what_is_not_finite_stays_in_its_row(kind, dtype):
+    weight, _ = make(kind, 40, 70)
+    x = torch.randn(4, 70).to(dtype)
+    x[1, 69], x[2, 3], x[3, 68] = math.nan, math.nan, math.inf
+    got = pack_linear(weight, dtype)(x)
+    assert got[0].isfinite().all()
+    for row in (1, 2, 3):
+        assert not got[row].isfinite().any(), row
 
 
 def test_rounding_to_groups_is_ggufs():

@@ -56,6 +56,7 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     use_native(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
@@ -90,14 +91,16 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
         conversation_idle_s=settings.conversation_idle_s,
         fail_after_tokens=settings.test_fail_after_tokens,
     )
-    engine = Engine(runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir))
+    engine = Engine(
+        runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir, tokenizer)
+    )
     return Assembly(engine, tokenizer, limits)
 
 
-def _journal(folder: str) -> Journal | None:
+def _journal(folder: str, tokenizer: Tokenizer) -> Journal | None:
     if not folder:
         return None
     try:
-        return Journal(Path(folder))
+        return Journal(Path(folder), tokenizer.identity)
     except (OSError, sqlite3.Error) as error:
         raise SettingsError(f"setting journal_dir={folder!r}: {error}") from error

@@ -39,8 +39,8 @@ class Settings(BaseModel):
         queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
         max_conversations: most conversations; beyond it the least recently used idle one is dropped.
         conversation_idle_s: seconds after which an idle conversation is dropped; 0 is off.
-        journal_dir: folder for the token ids of conversations, which survive a restart there; empty: they do not.
-            `kvloom serve` sets it.
+        journal_dir: folder for the tokens and messages of conversations, which survive a restart there; empty: they do
+            not. `kvloom serve` sets it.
         prefix_cache: let requests that begin with the same tokens share their blocks.
         threads: CPU threads of a step; 0 takes every core.
         stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.

@@ -86,13 +86,15 @@ class GpuStep:
             assert self._graphs is not None
             self._graphs.replay(size)
         else:
-            there = self._buffers.batch(len(batch.tokens), sequences, samples, batch.max_queries, batch.max_length)
+            # kernels are compiled for a longest sequence: with one length for all steps none is in mid-serving
+            there = self._buffers.batch(len(batch.tokens), sequences, samples, batch.max_queries, self._context_length)
             self._compute(there, self._buffers.draws(samples))
         return self._read(samples)
 
     def _to_nowhere(self) -> tuple[Batch, Draws]:
         """The largest chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
-        counts = [min(self._largest_step - 1, self._context_length), 1] if self._largest_step > 1 else [1]
+        two = self._largest_step > 1 and self._most > 1
+        counts = [min(self._largest_step - 1, self._context_length), 1] if two else [1]
         rows, tokens = len(counts), sum(counts)
         starts = torch.tensor([0, *counts]).cumsum(0)
         zeros, ones = torch.zeros(rows), torch.ones(rows)

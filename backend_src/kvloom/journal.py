@@ -1,4 +1,4 @@
-"""Conversations' token ids on disk, so that they outlive the process that serves them."""
+"""Conversations' token ids and messages on disk, so that they outlive the process that serves them."""
 
 import json
 import logging
@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS turns (
     number INTEGER PRIMARY KEY, key TEXT NOT NULL, keep INTEGER NOT NULL, ids BLOB NOT NULL,
     messages TEXT, mark_tokens INTEGER, mark_characters INTEGER
 );
+CREATE TABLE IF NOT EXISTS model (name TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS turns_of ON turns (key, number);
 """
 
@@ -47,23 +48,36 @@ class Journal:
     What is written is there when the process is killed, and not when the machine loses power: nothing is synced, it is
     meant for restarts on the same machine. A record that was being written is not there (SQLite's write-ahead log).
 
-    A fault of the disk is logged once and ends the journal: serving goes on without it.
+    A fault of the disk is logged once and ends the journal, whose file is removed: serving goes on without it.
 
     Used by the thread that made it only.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, model: str):
         """Open or make the journal in a folder, which is made if it does not exist.
+
+        Args:
+            folder: of the journal alone; only its owner may read what is written there.
+            model: stands for the tokenizer that the ids are of. Conversations of another one are found without history.
 
         Raises:
             OSError: the folder can't be made.
             sqlite3.Error: the journal can't be opened.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._base: sqlite3.Connection | None = sqlite3.connect(folder / "conversations.sqlite", isolation_level=None)
+        self._path = folder / "conversations.sqlite"
+        self._path.touch(mode=0o600)
+        self._base: sqlite3.Connection | None = sqlite3.connect(self._path, isolation_level=None)
         self._base.execute("PRAGMA journal_mode = WAL")
         self._base.execute("PRAGMA synchronous = OFF")
         self._base.executescript(_SCHEMA)
+        before = self._base.execute("SELECT name FROM model").fetchone()
+        if before is None:
+            self._base.execute("INSERT INTO model VALUES (?)", (model,))
+        elif before != (model,):
+            log.warning("the journal is of another model: its conversations are lost")
+            self._base.execute("DELETE FROM turns")
+            self._base.execute("UPDATE model SET name = ?", (model,))
 
     def begin(self, conversation: Conversation) -> None:
         """A conversation has started; whatever had its id is gone."""
@@ -81,7 +95,8 @@ class Journal:
         """
         history, keep = conversation.history, len(before)
         if history[:keep] != before:
-            keep = next(i for i, (old, new) in enumerate(zip(before, history, strict=False)) if old != new)
+            shorter = min(keep, len(history))
+            keep = next((i for i in range(shorter) if before[i] != history[i]), shorter)
         mark = conversation.chat.marks[-1] if conversation.chat is not None else (None, None)
         row = (_key(conversation.id), keep, history[keep:].tobytes(), None if said is None else json.dumps(said), *mark)
         self._write(
@@ -93,12 +108,15 @@ class Journal:
         for table in ("turns", "conversations"):
             self._write(f"DELETE FROM {table} WHERE key = ?", (_key(conversation),))
 
-    def read(self) -> Iterator[Found]:
-        """What is in the journal, the conversation that was used longest ago first.
+    def read(self) -> list[Found]:
+        """What is in the journal, the conversation that was used longest ago first; nothing where it can't be read."""
+        try:
+            return list(self._read())
+        except (sqlite3.Error, ValueError) as error:
+            self._give_up(error)
+            return []
 
-        Raises:
-            sqlite3.Error: it can't be read.
-        """
+    def _read(self) -> Iterator[Found]:
         assert self._base is not None
         rows = self._base.execute(
             "SELECT key, salt, retain_s, kv FROM conversations "
@@ -137,8 +155,14 @@ class Journal:
         try:
             self._base.execute(statement, values)
         except sqlite3.Error as error:
-            log.error("the journal is given up, conversations will not survive a restart: %s", error)
-            self.close()
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("the journal is given up, conversations will not survive a restart: %s", error)
+        self.close()
+        # what is no longer kept up must not be taken for the truth by the next server
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
 
 def _key(conversation: ConversationId) -> str:

@@ -16,6 +16,9 @@ from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
 
+LONGEST_WAIT_S = 3600.0
+"""Of the loop for a message: timeouts have a limit, settings have none."""
+
 Message = Callable[[], None]
 """What the loop's thread does for another one."""
 
@@ -124,10 +127,6 @@ class Loop:
 
         self._inbox.put(begin)
 
-    def post(self, message: Message) -> None:
-        """Let the loop's thread run ``message`` between two steps."""
-        self._inbox.put(message)
-
     def with_turns(self, message: Callable[[Turns], None]) -> None:
         """Let the loop's thread run ``message`` on the engine's conversations."""
         self._inbox.put(lambda: message(self._engine.turns))
@@ -202,4 +201,4 @@ class Loop:
 
 
 def _until(when: float | None) -> float | None:
-    return None if when is None else max(0.0, when - time.monotonic())
+    return None if when is None else min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)

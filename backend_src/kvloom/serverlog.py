@@ -39,9 +39,13 @@ class ServerLog:
 
         Where the model said why it can't start, that is all: it is one line.
         """
-        with self._path.open("rb") as log:
-            log.seek(max(self._start, self._path.stat().st_size - TAIL_BYTES))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
+        try:
+            with self._path.open("rb") as log:
+                log.seek(max(self._start, self._path.stat().st_size - TAIL_BYTES))
+                lines = log.read().decode("utf-8", errors="replace").splitlines()
+        except OSError as error:
+            # somebody moved it; what failed is still to be told, and to be mended
+            lines = [f"({self._path}: {error.strerror})"]
         said = [line.removeprefix(MODEL_SAYS) for line in lines if line.startswith(MODEL_SAYS)]
         if starting and said:
             return LaunchError(f"llm can't be served: {said[-1]}")

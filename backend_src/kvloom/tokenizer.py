@@ -1,5 +1,6 @@
 """A model's tokenizer: prompts and chats to token ids, ids to text, and what begins and ends a sequence."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,12 @@ class Tokenizer:
         # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that makes token ids what they are, the chat template included."""
+        parts = [self._backend.to_str(), str(self._hf.chat_template), str(self._prefix), str(sorted(self.eos_ids))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":

@@ -146,10 +146,13 @@ class Turns:
                 conversation = Conversation(
                     found.id, found.salt, found.retain_s, found.kv, found.history, chat=found.chat
                 )
+                oldest = self._conversations.room()
+                if oldest is not None:
+                    self._drop(oldest, "evicted")
                 self._conversations.add(conversation)
                 self._conversations.rest(conversation, now)
             else:
-                # its first turn was running
+                # its first turn was running, or it was another model's
                 self._journal.forget(found.id)
                 self._remember(found.id, "lost")
             self._triton.start(found.id)
@@ -298,7 +301,7 @@ class Turns:
         for sequence, turn in list(self._queued.items()):
             if not turn.answered:
                 self._seats.answer_unbegun(sequence, turn.sink, error=error)
-        for conversation in set(self._running.values()):
+        for conversation in {*self._conversations, *self._running.values()}:
             conversation.queue.clear()
         self._queued.clear()
 
@@ -330,7 +333,8 @@ class Turns:
                 self._drop(oldest, "evicted")
         if old is not None:
             self._detach(old)
-            if not old.ending:
+            # what ended by a flag runs out; an end that only waits for its turns does not keep them
+            if old.open_in_triton:
                 self._end_turns(old, Cancelled("conversation restarted"))
         request = turn.sequence.request
         conversation = Conversation(
@@ -384,7 +388,12 @@ class Turns:
             return
         conversation.running = turn
         self._running[sequence] = conversation
-        self._seats.begin(sequence, turn.sink, conversation.held)
+        try:
+            self._seats.begin(sequence, turn.sink, conversation.held)
+        except Exception:
+            conversation.running = None
+            del self._running[sequence]
+            raise
 
     def _new_tokens(self, conversation: Conversation, turn: Turn) -> Continuation:
         history = conversation.history

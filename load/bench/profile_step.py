@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from bench.floors import Floors, Machine
 from bench.prompts import PromptSource
+from bench.variants import IN_PROCESS
 from kvloom import runner
 from kvloom.assemble import assemble
 from kvloom.config import Settings
@@ -146,7 +147,7 @@ def _rows(clock: Clock, streams: int, spec: ModelSpec, machine: Machine, setting
 
 def _floors(streams: int, spec: ModelSpec, machine: Machine, settings: Settings) -> dict[str, float]:
     """Milliseconds of a step's ops that read from memory; what the others read lies in the caches."""
-    floors = Floors(machine, spec, settings.weights)
+    floors = Floors(machine, spec, IN_PROCESS[settings.weights])
     hidden, mlp, layers = spec.hidden_size, spec.intermediate_size, spec.n_layers
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     context = PROMPT + NEW / 2

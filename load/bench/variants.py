@@ -42,7 +42,7 @@ class Variant:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-_IN_PROCESS = {"bf16": "bf16", "int4": "q4_1", "int8": "int8", "w8a8": "w8a8"}
+IN_PROCESS = {"bf16": "bf16", "int4": "q4_1", "int8": "int8_groups", "w8a8": "w8a8"}
 """kvloom's settings of ``weights``, and their precisions. The default file's 4-bit groups are Q4_1's."""
 
 _DOORS = {"gRPC": "kvloom_grpc", "HTTP": "kvloom_http"}
@@ -52,8 +52,8 @@ DOORS = {f"kvloom bf16 {door}": "kvloom bf16 in-process" for door in _DOORS}
 
 
 def _kvloom(weights: str, door: str, engine: str) -> Variant:
-    settings = {"weights": weights, "kv_memory": f"{KV_GIB}GiB"}
-    return Variant(f"kvloom {weights} {door}", engine, _IN_PROCESS[weights], default_model(), settings)
+    settings = {"device": "cpu", "weights": weights, "kv_memory": f"{KV_GIB}GiB"}
+    return Variant(f"kvloom {weights} {door}", engine, IN_PROCESS[weights], default_model(), settings)
 
 
 def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
@@ -68,7 +68,7 @@ def variants() -> list[Variant]:
     openvino, llamacpp = Environment("openvino").folder, Environment("llamacpp").folder
     exact = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     return [
-        *(_kvloom(weights, "in-process", "kvloom_inprocess") for weights in _IN_PROCESS),
+        *(_kvloom(weights, "in-process", "kvloom_inprocess") for weights in IN_PROCESS),
         *(_kvloom("bf16", door, engine) for door, engine in _DOORS.items()),
         Variant(
             "transformers bf16",
@@ -92,7 +92,7 @@ def variants() -> list[Variant]:
             "openvino",
             "int8",
             openvino / "model-int8",
-            {"kv_gib": KV_GIB, "properties": {}},
+            {"kv_gib": KV_GIB, "properties": {"KV_CACHE_PRECISION": "bf16"}},
             "openvino",
             most_streams=32,
         ),

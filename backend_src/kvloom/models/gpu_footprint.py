@@ -11,7 +11,8 @@ SAMPLER_LOGITS = 6
 takes where a row asks for more than sampling on its own does."""
 
 _SPLITS = 32
-"""Parts of a sequence that decode attention sums on their own and then merges, at most."""
+"""Parts of a sequence that decode attention sums on their own and then merges: at most, but for a few long sequences,
+which the headroom has room for."""
 
 
 def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:

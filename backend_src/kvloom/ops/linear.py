@@ -16,7 +16,7 @@ Weight = torch.Tensor | GroupedWeight | Int8Weight
 
 
 class Linear(Protocol):
-    """y = x @ weight.T; what a row gives does not depend on how many rows there are."""
+    """y = x @ weight.T; on a CPU what a row gives does not depend on how many rows there are."""
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, in_features] to [T, out_features], in x's dtype or ``out_dtype`` (fp32)."""

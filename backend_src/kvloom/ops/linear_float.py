@@ -98,7 +98,10 @@ class NativeLinear:
 
 
 class CudaLinear:
-    """cuBLAS. Its sums are fp32; their order, and so the last bits, may depend on the number of rows."""
+    """cuBLAS. The order of its sums, and so the last bits, may depend on the number of rows.
+
+    The sums are fp32 where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` is off.
+    """
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight.contiguous()

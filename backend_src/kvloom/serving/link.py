@@ -80,12 +80,14 @@ class Calls:
     def responses(self, request: Any) -> Iterator[Any]:
         """Execute a ``pb_utils.InferenceRequest`` and yield its responses; to be read to the end."""
         iterator = request.exec(decoupled=True)
-        yield from iterator
-        with self._lock:
-            now = time.monotonic()
-            self._kept.append((now, iterator))
-            while now - self._kept[0][0] > KEEP_S:
-                self._kept.popleft()
+        try:
+            yield from iterator
+        finally:
+            with self._lock:
+                now = time.monotonic()
+                self._kept.append((now, iterator))
+                while now - self._kept[0][0] > KEEP_S:
+                    self._kept.popleft()
 
     def stop(self) -> None:
         """Let go of everything: what outlives the stub crashes when it is freed."""
@@ -174,14 +176,14 @@ class Link:
 
     def _call(self, conversation: int | str, flag: int) -> str | None:
         """Make one call; returns what went wrong."""
+        wrong: str | None = None
         try:
             for response in self._calls.responses(
                 control_call(PING, conversation, flag, parameters={SELF_CALL: self.secret})
             ):
                 if response.has_error():
-                    text = response.error().message()
-                    # a client may have ended it meanwhile
-                    return None if flag == END and UNKNOWN in text else text
+                    wrong = response.error().message()
         except pb_utils.TritonModelException as error:
-            return str(error)
-        return None
+            wrong = str(error)
+        # a client may have ended it meanwhile
+        return None if wrong is not None and flag == END and UNKNOWN in wrong else wrong

@@ -68,14 +68,19 @@ static inline ints nearest(floats x) { return (ints)(x + 12582912.0f) - 0x4b4000
 // Rounds a row to integers of at most 127, to nearest, ties to even; returns its scale.
 template <typename T>
 float quantize(const T* x, int64_t width, int64_t inputs, int8_t* out) {
-    floats most = {};
+    // NaN is larger than nothing: it has to reach the scale, and the row with it, on a way of its own
+    floats most = {}, poison = {};
     int64_t k = 0;
     for (; k + LANES <= width; k += LANES) {
         const floats v = load(x + k), size = (floats)((words)v & 0x7fffffff);
         most = size > most ? size : most;
+        poison += v * 0.0f;
     }
     float largest = max_of(most);
-    for (; k < width; k++) largest = std::max(largest, std::fabs(widen(x[k])));
+    for (; k < width; k++) {
+        largest = std::max(largest, std::fabs(widen(x[k])));
+        poison[0] += widen(x[k]) * 0.0f;
+    }
     const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     for (k = 0; k + LANES <= width; k += LANES) {
         const bytes rounded = __builtin_convertvector(nearest(load(x + k) * inverse) + OFFSET, bytes);
@@ -83,7 +88,7 @@ float quantize(const T* x, int64_t width, int64_t inputs, int8_t* out) {
     }
     for (; k < width; k++) out[k] = (int8_t)(nearest(floats{} + widen(x[k]) * inverse)[0] + OFFSET);
     std::fill(out + width, out + inputs, (int8_t)OFFSET);
-    return scale;
+    return scale + sum_of(poison);
 }
 
 template <typename T, typename O>
