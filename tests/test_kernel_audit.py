@@ -15,7 +15,7 @@ SOME_OPS = {
     "copy 2 MiB",
     "pick 128256",
     "int8 4096 to 4096, 32 rows",
-    "int4 by 32 with zeros 4096 to 4096, 1 rows",
+    "int4 by 32 and zeros 4096 to 4096, 1 rows",
     "int4 by 128 4096 to 4096, 64 rows",
 }
 STREAMING = {"_row_sums": Limits(wide=0.75, issue_util=0.5)}
