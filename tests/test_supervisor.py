@@ -58,6 +58,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 @contextmanager
 def door(says: Says) -> Iterator[tuple[int, threading.Event]]:
