@@ -33,6 +33,8 @@ class Record:
         self.peak_rss: dict[str, int] = {}
         self.absent: dict[str, str] = {}
         self._path = path
+        # as they come back from the file, where tuples are lists
+        conditions = json.loads(json.dumps(conditions))
         lines = [json.loads(line) for line in path.read_text().splitlines()] if resume and path.exists() else []
         if lines and lines[0] != conditions:
             raise RecordError(f"{path} was made under other conditions ({lines[0]}); begin anew, without --resume")
