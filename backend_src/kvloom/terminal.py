@@ -20,6 +20,8 @@ Ctrl-C interrupts an answer; what came of it stays in the conversation."""
 _PROMPT = "> "
 _PATIENCE_S = 2.0
 """Seconds that a server gets for what is not an answer."""
+_AGAIN_S = 0.2
+"""Between two tries to end an answer."""
 
 
 def print_answer(
@@ -179,7 +181,10 @@ class Chat:
     def _interrupt(self, stream: Stream) -> None:
         """Barge in: the server ends the answer and keeps what was said of it; without it the answer is given up."""
         try:
-            self._conversation.interrupt(timeout=_PATIENCE_S)
+            # again and again: one that overtakes the turn on its way finds nothing to end
+            while not (stream.ended or stream.cancelled):
+                self._conversation.interrupt(timeout=_PATIENCE_S)
+                time.sleep(_AGAIN_S)
         except KvloomClientError:
             self._conversation.begun = False
             stream.cancel()

@@ -91,6 +91,11 @@ class Stream(Iterator[Chunk]):
             self._call.cancel()
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing follows what was read."""
+        return self._ended
+
+    @property
     def cancelled(self) -> bool:
         """Whether ``cancel`` was called before the answer had ended."""
         return self._cancelled.is_set()
