@@ -26,7 +26,10 @@ def _seed():
     torch.manual_seed(1)
 
 
-@pytest.fixture(params=["torch", "C++", "C++ for AVX2"], autouse=True)
+NATIVE = ["C++", "C++ for AVX2"]
+
+
+@pytest.fixture(params=["torch", *NATIVE], autouse=True)
 def form(request):
     if request.param != "torch":
         machine = "haswell" if "AVX2" in request.param else "native"
@@ -124,11 +127,11 @@ def test_attention_to_a_cache_of_another_dtype(dtype, kv_dtype):
     close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
 
 
+# not in torch, whose products round by their sizes
+@pytest.mark.parametrize("form", NATIVE, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_is_the_same_however_it_is_divided(dtype, form):
     """Bit for bit: among threads, into chunks, and beside whatever neighbours."""
-    if form == "torch":
-        pytest.skip("torch's products round by their sizes")
     batch = paged_batch([(640, 640), (40, 33), (300, 1)], 4, 2, 64, 32, dtype)
     long, *neighbours = batch.q.split(batch.query_starts.diff().tolist())
 

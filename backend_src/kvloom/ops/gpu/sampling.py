@@ -140,7 +140,8 @@ def _choose(
     )
     if not rows:
         return choice
-    p = params or RowParams(*(None,) * 4)  # type: ignore[arg-type]
+    # without parameters the kernel reads none
+    fields = (None,) * 4 if params is None else (params.temperature, params.min_p, params.top_k, params.top_p)
     peaks = scores.new_empty(rows)
     counters = scores.new_empty(2, rows, dtype=torch.int32)
     kernels.settle[(rows,)](
@@ -151,10 +152,7 @@ def _choose(
         raw.sums,
         raw.broken,
         found.groups,
-        p.temperature,
-        p.min_p,
-        p.top_k,
-        p.top_p,
+        *fields,
         vocab,
         tiles,
         choice.tokens,
