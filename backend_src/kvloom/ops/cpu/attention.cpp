@@ -6,9 +6,11 @@
 // alone: not on the chunk it came in, nor on its neighbours or the number of threads.
 #include <omp.h>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
+#include "attention_rows.h"
 #include "attention_tile.h"
 
 namespace {
@@ -23,10 +25,11 @@ struct Shape {
     float scale;
 };
 
-// Some neighbouring queries of a sequence and the query heads of one KV head.
+// Some neighbouring queries of a sequence and the query heads of one KV head, or one query and those of more.
 struct Task {
     int64_t sequence, token, position;
-    int tokens, kv_head;
+    int tokens, kv_head, kv_heads;
+    bool in_place;
     int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
 
     int64_t parts() const { return (position + tokens + PART - 1) / PART; }
@@ -79,12 +82,17 @@ public:
     Attention(const Rows& q, const T* k, const T* v, const int32_t* tables, const Shape& shape)
         : q_(q), k_(k), v_(v), tables_(tables), shape_(shape), group_(shape.heads / shape.kv_heads) {}
 
-    int rows(const Task& task) const { return task.tokens * group_; }
+    int rows(const Task& task) const { return task.tokens * width(task); }
 
     // All of a task by one thread.
     void whole(const Task& task, const Places& after, Scratch& scratch) const {
         const Buffers buffers = begin(task, scratch);
         const State state = take_state<D>(scratch, rows(task)), part = take_state<D>(scratch, rows(task));
+        if (task.parts() == 1) {
+            attend_part(task, 0, after, buffers, state);
+            finish(task, state);
+            return;
+        }
         state.clear<D>(rows(task));
         for (int64_t i = 0; i < task.parts(); i++) {
             attend_part(task, i, i + 1 < task.parts() ? find(task, (i + 1) * PART) : after, buffers, part);
@@ -115,27 +123,36 @@ public:
         const int n = std::min<int64_t>(TILE, task.position + task.tokens - first);
         Places places;
         places.n = n;
+        places.heads = task.kv_heads;
         for (int j = 0; j < n;) {
             const int64_t offset = (first + j) % bs;
             const int64_t place = table[(first + j) / bs] * shape_.block_stride + (task.kv_head * bs + offset) * D;
             const int run = std::min<int64_t>(n - j, bs - offset);
             for (int i = 0; i < run; i++) places.at[j++] = place + i * D;
         }
+        for (int j = n; j % LANES; j++) places.at[j] = places.at[n - 1];
         return places;
     }
 
 private:
+    // Rows of a token of a task.
+    int width(const Task& task) const { return task.kv_heads * group_; }
+
     Buffers begin(const Task& task, Scratch& scratch) const {
         constexpr int W = WORDS<M, D>;
+        if (task.in_place) {
+            scratch.reset(rows(task) * TILE / 2 + 2 * state_size<D>(rows(task)) + 256);
+            return {scratch.take<uint32_t>(rows(task) * TILE / 2)};
+        }
         scratch.reset(rows(task) * (W + 1) + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
-        const Buffers buffers{scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
+        const Buffers buffers{nullptr, scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
                               scratch.take<uint32_t>(TILE * W), scratch.take<int>(rows(task))};
         auto* queries = (typename M::number*)buffers.queries;
-        for (int t = 0; t < task.tokens; t++, queries += group_ * D) {
+        for (int t = 0; t < task.tokens; t++, queries += width(task) * D) {
             if (q_.are_bf16)
-                copy((const bf16*)q_.queries + row(task, t), 1.0f, group_, queries);
+                copy((const bf16*)q_.queries + row(task, t), 1.0f, width(task), queries);
             else
-                copy((const float*)q_.queries + row(task, t), 1.0f, group_, queries);
+                copy((const float*)q_.queries + row(task, t), 1.0f, width(task), queries);
         }
         return buffers;
     }
@@ -164,6 +181,16 @@ private:
         for (int64_t first = index * PART; first < end; first += TILE) {
             const Places places = next;
             next = first + TILE < end ? find(task, first + TILE) : after;
+#if defined(__AVX512BF16__)
+            if constexpr (M::SIZE == 2) {
+                if (task.in_place) {
+                    const int64_t stride = shape_.block_size * D;
+                    attend_in_place<D>(group_, (const bf16*)q_.queries + row(task, 0), {k_, &places, stride}, v_,
+                                       {k_, &next, stride}, shape_.scale, state, (bf16*)buffers.weights);
+                    continue;
+                }
+            }
+#endif
             pack_keys<M, D>(k_, places, next, buffers.keys);
             pack_values<M, D>(v_, places, next, buffers.values);
             // a token sees itself and what comes before it; those before `first` see nothing of this tile
@@ -177,7 +204,7 @@ private:
 
     void finish(const Task& task, const State& state) const {
         for (int r = 0; r < rows(task); r++) {
-            const int64_t place = row(task, r / group_) + r % group_ * D;
+            const int64_t place = row(task, r / width(task)) + r % width(task) * D;
             // a sequence of no tokens is padding
             const float scale = state.totals[r] > 0 ? 1.0f / state.totals[r] : 0.0f;
             if (q_.are_bf16)
@@ -188,69 +215,94 @@ private:
     }
 };
 
-std::vector<Task> make_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape) {
-    std::vector<Task> tasks;
+void make_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape, bool in_place,
+                std::vector<Task>& tasks) {
+    const int together = sequences >= TASKS * omp_get_max_threads() ? shape.kv_heads : 1;
     const int64_t most = std::max<int64_t>(1, ROWS / (shape.heads / shape.kv_heads));
-    for (int64_t b = 0; b < sequences; b++)
+    for (int64_t b = 0; b < sequences; b++) {
+        if (in_place && starts[b + 1] - starts[b] == 1) {
+            for (int h = 0; h < shape.kv_heads; h += together)
+                tasks.push_back({b, starts[b], lengths[b] - 1, 1, h, together, true, -1});
+            continue;
+        }
         // from the end: the tasks that take longest first
         for (int64_t end = starts[b + 1]; end > starts[b]; end -= most) {
             const int64_t token = std::max<int64_t>(starts[b], end - most);
             const int64_t position = lengths[b] - (starts[b + 1] - token);
-            for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, token, position, int(end - token), h, -1});
+            for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, token, position, int(end - token), h, 1, false, -1});
         }
-    return tasks;
+    }
 }
 
 // Tasks so long that the others' threads would wait for them are divided; returns how much memory their states take.
 template <int D>
 int64_t divide(std::vector<Task>& tasks, int group) {
     int64_t total = 0, memory = 0;
-    for (const Task& task : tasks) total += task.parts() * task.tokens;
+    for (const Task& task : tasks) total += task.parts() * task.tokens * task.kv_heads;
     for (Task& task : tasks)
-        if (task.parts() > 1 && task.parts() * task.tokens * TASKS * omp_get_max_threads() > total) {
+        if (task.parts() > 1 && task.parts() * task.tokens * task.kv_heads * TASKS * omp_get_max_threads() > total) {
             task.partial = memory;
-            memory += task.parts() * state_size<D>(task.tokens * group);
+            memory += task.parts() * state_size<D>(task.tokens * group * task.kv_heads);
         }
     return memory;
 }
 
+// What is to be computed, by whichever thread is free: whole tasks and parts of tasks.
+struct Plan {
+    struct Piece {
+        const Task* task;
+        int64_t part;  // -1: all
+    };
+    std::vector<Task> tasks;
+    std::vector<Piece> pieces;
+    std::vector<const Task*> divided;
+
+    template <int D>
+    int64_t make(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape, bool in_place) {
+        tasks.clear(), pieces.clear(), divided.clear();
+        make_tasks(starts, lengths, sequences, shape, in_place, tasks);
+        const int64_t memory = divide<D>(tasks, shape.heads / shape.kv_heads);
+        for (const Task& task : tasks) {
+            if (task.partial < 0) {
+                pieces.push_back({&task, -1});
+                continue;
+            }
+            divided.push_back(&task);
+            for (int64_t i = 0; i < task.parts(); i++) pieces.push_back({&task, i});
+        }
+        return memory;
+    }
+};
+
 template <typename M, int D, typename T>
 void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
          int64_t sequences, const Shape& shape) {
-    std::vector<Task> tasks = make_tasks(starts, lengths, sequences, shape);
-    const std::unique_ptr<float[]> partials(new float[divide<D>(tasks, shape.heads / shape.kv_heads)]);
-    struct Piece {
-        const Task* task;
-        int64_t part;
-    };
-    std::vector<Piece> pieces;
-    std::vector<const Task*> divided;
-    for (const Task& task : tasks) {
-        if (task.partial < 0) {
-            pieces.push_back({&task, -1});
-            continue;
-        }
-        divided.push_back(&task);
-        for (int64_t i = 0; i < task.parts(); i++) pieces.push_back({&task, i});
-    }
+    static thread_local Plan own_plan;  // its memory stays until the next call
+    const Plan& plan = own_plan;
+    const int64_t memory = own_plan.make<D>(starts, lengths, sequences, shape, M::SIZE == 2);
+    const std::unique_ptr<float[]> partials(memory ? new float[memory] : nullptr);
     const Attention<M, D, T> attention(q, k, v, tables, shape);
+    std::atomic<size_t> claimed{0};
     static thread_local Scratch scratch;
 #pragma omp parallel
     {
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < pieces.size(); i++) {
+        const size_t count = plan.pieces.size();
+        for (size_t i = omp_get_thread_num(), n; i < count; i = n) {
+            // claimed so early that its first keys are fetched in time
+            n = claimed.fetch_add(1, std::memory_order_relaxed) + omp_get_num_threads();
             Places after;
             after.n = 0;
-            const size_t n = i + omp_get_num_threads();
-            if (n < pieces.size()) after = attention.find(*pieces[n].task, std::max<int64_t>(0, pieces[n].part) * PART);
-            if (pieces[i].part < 0)
-                attention.whole(*pieces[i].task, after, scratch);
+            if (n < count) after = attention.find(*plan.pieces[n].task, std::max<int64_t>(0, plan.pieces[n].part) * PART);
+            const auto [task, part] = plan.pieces[i];
+            if (part < 0)
+                attention.whole(*task, after, scratch);
             else
-                attention.part(*pieces[i].task, pieces[i].part, after, scratch, partials.get());
+                attention.part(*task, part, after, scratch, partials.get());
         }
-        if (!divided.empty()) {
+        if (!plan.divided.empty()) {
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
-            for (size_t i = 0; i < divided.size(); i++) attention.join(*divided[i], scratch, partials.get());
+            for (size_t i = 0; i < plan.divided.size(); i++) attention.join(*plan.divided[i], scratch, partials.get());
         }
     }
 }

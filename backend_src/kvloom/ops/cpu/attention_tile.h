@@ -90,9 +90,9 @@ struct Pair {
 template <typename M, int D>
 constexpr int WORDS = D / M::SIZE;
 
-// Where the n keys (and values) of a tile begin, in numbers from the start of the cache.
+// Where the n keys (and values) of a tile begin, in numbers from the start of the cache; of so many heads the first.
 struct Places {
-    int n;
+    int n, heads;
     int64_t at[TILE];
 };
 
@@ -225,37 +225,50 @@ void scale_row(float* row, float factor) {
     for (int i = 0; i < D; i += LANES) store(row + i, load(row + i) * factor);
 }
 
-// A row's scores to weights 2^(score * scale - largest), as numbers of M: those of `seen` keys, zeros up to `n`.
-template <typename M, int D>
-void softmax_row(float* scores, int seen, int n, float scale, const State& row, typename M::number* weights) {
-    for (int j = seen; j % LANES; j++) scores[j] = NOTHING;
-    floats peak = load(scores);
-    for (int j = LANES; j < seen; j += LANES) {
-        const floats s = load(scores + j);
-        peak = s > peak ? s : peak;
+// R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys (null: of
+// n), zeros up to n and to a multiple of LANES. Some rows at once, so that none waits for its own last result.
+template <typename M, int R, int D>
+static inline void softmax_rows(float* scores, const int* seen, int n, float scale, const State& state,
+                                typename M::number* weights) {
+    const int end = (n + LANES - 1) / LANES * LANES;
+    for (int r = 0; r < R; r++)
+        for (int j = seen ? seen[r] : n; j < end; j++) scores[r * TILE + j] = NOTHING;
+    floats peaks[R], totals[R] = {};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) peaks[r] = load(scores + r * TILE);
+    for (int j = LANES; j < end; j += LANES)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const floats s = load(scores + r * TILE + j);
+            peaks[r] = s > peaks[r] ? s : peaks[r];
+        }
+    static_assert(R <= LANES);
+    floats old = {}, now = {};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        old[r] = state.largest[r];
+        now[r] = std::max(old[r], max_of(peaks[r]) * scale);
     }
-    const float now = max_of(peak) * scale;
-    if (now > *row.largest) {
-        const float shrink = std::exp2(*row.largest - now);  // 0 at the first tile
-        *row.totals *= shrink;
-        scale_row<D>(row.sums, shrink);
-        *row.largest = now;
+    const floats shrink = M::exp2(old - now);  // 2^-126 at the first tile: of nothing
+    for (int j = 0; j < end; j += LANES)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const floats weight = M::exp2(load(scores + r * TILE + j) * scale - now[r]);
+            totals[r] += weight;  // of keys that are not seen next to nothing: 2^-126
+            store(weights + r * TILE + j, weight);
+        }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        for (int j = seen ? seen[r] : n; j < end; j++) narrow(weights + r * TILE + j, 0.0f);
+        state.totals[r] = state.totals[r] * shrink[r] + sum_of(totals[r]);
+        if (now[r] > old[r]) scale_row<D>(state.sums + r * D, shrink[r]);
+        state.largest[r] = now[r];
     }
-    floats total = {};
-    const float largest = *row.largest;
-    int j = 0;
-    for (; j < seen; j += LANES) {
-        const floats weight = M::exp2(load(scores + j) * scale - largest);
-        total += weight;  // of keys that are not seen next to nothing: 2^-126
-        store(weights + j, weight);
-    }
-    for (; j < n; j += LANES) store(weights + j, floats{});
-    for (j = seen; j % LANES; j++) narrow(weights + j, 0.0f);
-    *row.totals += sum_of(total);
 }
 
 // What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees.
 struct Buffers {
+    uint32_t* weights;
     uint32_t *queries, *keys, *values;
     int* seen;
 };
@@ -269,8 +282,9 @@ void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* 
     const int n = seen[R - 1];
     for (int group = 0; group * GROUP < n; group++)
         score<M, R, D>(queries, keys + group * WORDS<M, D> * GROUP, scores + group * GROUP);
-    for (int r = 0; r < R; r++)
-        softmax_row<M, D>(scores + r * TILE, seen[r], n, scale, state.from<D>(r), weights + r * TILE);
+    constexpr int ROWS = R % 4 == 0 ? 4 : R % 3 == 0 ? 3 : R;
+    for (int r = 0; r < R; r += ROWS)
+        softmax_rows<M, ROWS, D>(scores + r * TILE, seen + r, n, scale, state.from<D>(r), weights + r * TILE);
     const uint32_t* words_of = (const uint32_t*)weights;
     if constexpr (R > 6) {
         mix_all<M, R / 2, D>(words_of, values, n, state.sums);
