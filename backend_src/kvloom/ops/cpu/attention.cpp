@@ -3,37 +3,19 @@
 // Online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022) over tiles of keys. Keys are divided
 // into parts at multiples of PART, tiles begin at multiples of TILE, and parts are joined in their order, whoever
 // computed them (as in Flash-Decoding, Dao et al., 2023). So what is computed for a query depends on its own sequence
-// alone: not on the chunk it came in, nor on its neighbours or the number of threads.
+// alone: not on the chunk it came in, nor on its neighbours or the number of threads. Only where numbers are multiplied
+// as pairs of bf16, a sequence's single query (a decode) is computed in another way, and rounded differently.
 #include <omp.h>
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "attention_rows.h"
+#include "attention_decode.h"
+#include "attention_plan.h"
 #include "attention_tile.h"
 
 namespace {
-
-constexpr int PART = 256;  // keys that one thread computes at least
-constexpr int ROWS = 96;   // rows of queries that a packed tile is used for
-constexpr int TASKS = 4;   // per thread: so many that none waits long for the last one
-static_assert(PART % TILE == 0);
-
-struct Shape {
-    int64_t heads, kv_heads, block_size, block_stride, table_stride;
-    float scale;
-};
-
-// Some neighbouring queries of a sequence and the query heads of one KV head, or one query and those of more.
-struct Task {
-    int64_t sequence, token, position;
-    int tokens, kv_head, kv_heads;
-    bool in_place;
-    int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
-
-    int64_t parts() const { return (position + tokens + PART - 1) / PART; }
-};
 
 // Memory of a thread that stays until the next call.
 class Scratch {
@@ -56,11 +38,6 @@ public:
 template <int D>
 State take_state(Scratch& scratch, int rows) {
     return {scratch.take<float>(rows * D), scratch.take<float>(rows), scratch.take<float>(rows)};
-}
-
-template <int D>
-constexpr int64_t state_size(int64_t rows) {
-    return rows * (D + 2);
 }
 
 // Queries and what becomes of them, [tokens, heads, head_dim]; both fp32 or both bf16.
@@ -109,7 +86,7 @@ public:
 
     // The end of a task whose parts are all there.
     void join(const Task& task, Scratch& scratch, float* partials) const {
-        scratch.reset(state_size<D>(rows(task)) + 48);
+        scratch.reset(state_size(rows(task), D) + 48);
         const State state = take_state<D>(scratch, rows(task));
         state.clear<D>(rows(task));
         for (int64_t i = 0; i < task.parts(); i++) merge<D>(rows(task), partial(task, i, partials), state);
@@ -140,11 +117,11 @@ private:
 
     Buffers begin(const Task& task, Scratch& scratch) const {
         constexpr int W = WORDS<M, D>;
-        if (task.in_place) {
-            scratch.reset(rows(task) * TILE / 2 + 2 * state_size<D>(rows(task)) + 256);
-            return {scratch.take<uint32_t>(rows(task) * TILE / 2)};
+        if (task.decode) {
+            scratch.reset(rows(task) * TILE / 2 + 2 * state_size(rows(task), D) + 256);
+            return {scratch.take<uint32_t>(rows(task) * TILE / 2), nullptr, nullptr, nullptr, nullptr};
         }
-        scratch.reset(rows(task) * (W + 1) + TILE * W * 2 + 2 * state_size<D>(rows(task)) + 256);
+        scratch.reset(rows(task) * (W + 1) + TILE * W * 2 + 2 * state_size(rows(task), D) + 256);
         const Buffers buffers{nullptr, scratch.take<uint32_t>(rows(task) * W), scratch.take<uint32_t>(TILE * W),
                               scratch.take<uint32_t>(TILE * W), scratch.take<int>(rows(task))};
         auto* queries = (typename M::number*)buffers.queries;
@@ -168,7 +145,7 @@ private:
     }
 
     State partial(const Task& task, int64_t index, float* partials) const {
-        float* sums = partials + task.partial + index * state_size<D>(rows(task));
+        float* sums = partials + task.partial + index * state_size(rows(task), D);
         return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
     }
 
@@ -183,9 +160,9 @@ private:
             next = first + TILE < end ? find(task, first + TILE) : after;
 #if defined(__AVX512BF16__)
             if constexpr (M::SIZE == 2) {
-                if (task.in_place) {
+                if (task.decode) {
                     const int64_t stride = shape_.block_size * D;
-                    attend_in_place<D>(group_, (const bf16*)q_.queries + row(task, 0), {k_, &places, stride}, v_,
+                    attend_decode<D>(group_, (const bf16*)q_.queries + row(task, 0), {k_, &places, stride}, v_,
                                        {k_, &next, stride}, shape_.scale, state, (bf16*)buffers.weights);
                     continue;
                 }
@@ -215,71 +192,12 @@ private:
     }
 };
 
-void make_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape, bool in_place,
-                std::vector<Task>& tasks) {
-    const int together = sequences >= TASKS * omp_get_max_threads() ? shape.kv_heads : 1;
-    const int64_t most = std::max<int64_t>(1, ROWS / (shape.heads / shape.kv_heads));
-    for (int64_t b = 0; b < sequences; b++) {
-        if (in_place && starts[b + 1] - starts[b] == 1) {
-            for (int h = 0; h < shape.kv_heads; h += together)
-                tasks.push_back({b, starts[b], lengths[b] - 1, 1, h, together, true, -1});
-            continue;
-        }
-        // from the end: the tasks that take longest first
-        for (int64_t end = starts[b + 1]; end > starts[b]; end -= most) {
-            const int64_t token = std::max<int64_t>(starts[b], end - most);
-            const int64_t position = lengths[b] - (starts[b + 1] - token);
-            for (int h = 0; h < shape.kv_heads; h++) tasks.push_back({b, token, position, int(end - token), h, 1, false, -1});
-        }
-    }
-}
-
-// Tasks so long that the others' threads would wait for them are divided; returns how much memory their states take.
-template <int D>
-int64_t divide(std::vector<Task>& tasks, int group) {
-    int64_t total = 0, memory = 0;
-    for (const Task& task : tasks) total += task.parts() * task.tokens * task.kv_heads;
-    for (Task& task : tasks)
-        if (task.parts() > 1 && task.parts() * task.tokens * task.kv_heads * TASKS * omp_get_max_threads() > total) {
-            task.partial = memory;
-            memory += task.parts() * state_size<D>(task.tokens * group * task.kv_heads);
-        }
-    return memory;
-}
-
-// What is to be computed, by whichever thread is free: whole tasks and parts of tasks.
-struct Plan {
-    struct Piece {
-        const Task* task;
-        int64_t part;  // -1: all
-    };
-    std::vector<Task> tasks;
-    std::vector<Piece> pieces;
-    std::vector<const Task*> divided;
-
-    template <int D>
-    int64_t make(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape, bool in_place) {
-        tasks.clear(), pieces.clear(), divided.clear();
-        make_tasks(starts, lengths, sequences, shape, in_place, tasks);
-        const int64_t memory = divide<D>(tasks, shape.heads / shape.kv_heads);
-        for (const Task& task : tasks) {
-            if (task.partial < 0) {
-                pieces.push_back({&task, -1});
-                continue;
-            }
-            divided.push_back(&task);
-            for (int64_t i = 0; i < task.parts(); i++) pieces.push_back({&task, i});
-        }
-        return memory;
-    }
-};
-
 template <typename M, int D, typename T>
 void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
          int64_t sequences, const Shape& shape) {
     static thread_local Plan own_plan;  // its memory stays until the next call
-    const Plan& plan = own_plan;
-    const int64_t memory = own_plan.make<D>(starts, lengths, sequences, shape, M::SIZE == 2);
+    const Plan& plan = own_plan;        // what all threads see
+    const int64_t memory = own_plan.make(starts, lengths, sequences, shape, D, M::SIZE == 2);
     const std::unique_ptr<float[]> partials(memory ? new float[memory] : nullptr);
     const Attention<M, D, T> attention(q, k, v, tables, shape);
     std::atomic<size_t> claimed{0};
@@ -288,11 +206,11 @@ void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int
     {
         const size_t count = plan.pieces.size();
         for (size_t i = omp_get_thread_num(), n; i < count; i = n) {
-            // claimed so early that its first keys are fetched in time
+            // claimed so early that its first keys can be asked for in time
             n = claimed.fetch_add(1, std::memory_order_relaxed) + omp_get_num_threads();
             Places after;
             after.n = 0;
-            if (n < count) after = attention.find(*plan.pieces[n].task, std::max<int64_t>(0, plan.pieces[n].part) * PART);
+            if (n < count) after = attention.find(*plan.pieces[n].task, plan.pieces[n].first());
             const auto [task, part] = plan.pieces[i];
             if (part < 0)
                 attention.whole(*task, after, scratch);

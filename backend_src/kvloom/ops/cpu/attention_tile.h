@@ -266,10 +266,10 @@ static inline void softmax_rows(float* scores, const int* seen, int n, float sca
     }
 }
 
-// What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees.
+// What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees; if it
+// is a decode, only the weights of a tile.
 struct Buffers {
-    uint32_t* weights;
-    uint32_t *queries, *keys, *values;
+    uint32_t *weights, *queries, *keys, *values;
     int* seen;
 };
 

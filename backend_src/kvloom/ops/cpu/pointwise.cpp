@@ -1,7 +1,4 @@
 // Residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
-#include <omp.h>
-
-#include <algorithm>
 #include <cmath>
 
 #include "common.h"
@@ -9,7 +6,6 @@
 namespace {
 
 constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
-constexpr int64_t ROWS_AHEAD = 16;
 
 template <typename U, typename O>
 void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, int64_t rows, int64_t width,
@@ -46,17 +42,8 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
                    T* v_cache, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                    int64_t block_stride, Q* q_out) {
     const int64_t half = dim / 2;
-    const auto place_of = [=](int64_t slot) { return slot / block_size * block_stride + slot % block_size * dim; };
-    // what is written lies here and there and has not been touched for long: it is asked for some rows ahead
-    const auto fetch = [=](int64_t t) {
-        if (slots[t] < 0) return;
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t i = 0; i < dim; i += 64 / (int64_t)sizeof(T)) {
-                __builtin_prefetch(k_cache + place_of(slots[t]) + h * block_size * dim + i, 1);
-                __builtin_prefetch(v_cache + place_of(slots[t]) + h * block_size * dim + i, 1);
-            }
-    };
-    const auto write = [=](int64_t t) {
+#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+    for (int64_t t = 0; t < rows; t++) {
         const Q* row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float* cosines = cos_sin + positions[t] * dim;
         const float* sines = cosines + half;
@@ -70,8 +57,8 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
                 narrow(out + half + i, b * cosines[i] + a * sines[i]);
             }
         }
-        if (slots[t] < 0) return;
-        const int64_t place = place_of(slots[t]);
+        if (slots[t] < 0) continue;
+        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
         for (int64_t h = 0; h < kv_heads; h++) {
             const Q* key = row + (heads + h) * dim;
             const Q* value = row + (heads + kv_heads + h) * dim;
@@ -85,16 +72,6 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
             }
 #pragma omp simd
             for (int64_t i = 0; i < dim; i++) narrow(v + i, widen(value[i]));
-        }
-    };
-#pragma omp parallel if (rows >= PARALLEL_ROWS)
-    {
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
-        for (int64_t t = begin; t < std::min(begin + ROWS_AHEAD, end); t++) fetch(t);
-        for (int64_t t = begin; t < end; t++) {
-            if (t + ROWS_AHEAD < end) fetch(t + ROWS_AHEAD);
-            write(t);
         }
     }
 }

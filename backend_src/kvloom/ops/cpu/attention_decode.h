@@ -1,14 +1,16 @@
-// A tile of keys and values against the few rows of a decode: read where they lie, nothing is packed.
+// A tile of keys and values against the few rows of a decode, read where they lie.
 //
-// Packing a tile costs as much as eight rows of queries; here each row of keys is multiplied as it lies in memory, and
-// the sums of 16 keys are then folded into one vector. Only for pairs of bf16 numbers.
+// To pack a tile, as chunks do, would cost more than to multiply it by so few rows, and is all waiting for memory or
+// all work; here a row of keys is multiplied as it lies in memory, the sums of LANES keys are folded into one vector,
+// and meanwhile what comes next is on its way. Only for pairs of bf16 numbers.
 #pragma once
 #include "attention_tile.h"
 
 #if defined(__AVX512BF16__)
 namespace {
 
-constexpr int FOLD = 4;  // keys whose sums are folded at once
+constexpr int FOLD = 4;           // keys whose sums are folded at once
+constexpr int SOFTMAX_STEPS = 2;  // a softmax takes about as long as so many steps of scores
 
 // Of vectors a and b whose blocks of SIZE lanes are to be added in pairs, the sums side by side.
 template <int SIZE>
@@ -133,8 +135,7 @@ static inline void weigh_head(const bf16* queries, const bf16* keys, const Place
         ahead.advance();
         score_keys<R, D>(queries, keys, places.at + first, scores + first);
     }
-    ahead.advance();
-    ahead.advance();
+    for (int i = 0; i < SOFTMAX_STEPS; i++) ahead.advance();
     softmax_rows<Pair, R, D>(scores, nullptr, places.n, scale, state, weights);
 }
 
@@ -160,11 +161,11 @@ static inline void in_fours(int rows, F function) {
 // Groups of rows of queries [heads][group][D] against the same heads of keys and values, all of which every row
 // sees; `next` is what is needed afterwards. `weights` has room for [heads][group][TILE].
 template <int D>
-void attend_in_place(int group, const bf16* queries, const Heads& keys, const bf16* values, const Heads& next,
+void attend_decode(int group, const bf16* queries, const Heads& keys, const bf16* values, const Heads& next,
                      float scale, const State& state, bf16* weights) {
     const Places& places = *keys.places;
     const int chunks = (group + 3) / 4 * places.heads, steps = (places.n + LANES - 1) / LANES;
-    Ahead<D> soon(Heads{values, &places, keys.stride}, chunks * (steps + 2));
+    Ahead<D> soon(Heads{values, &places, keys.stride}, chunks * (steps + SOFTMAX_STEPS));
     for (int h = 0; h < places.heads; h++)
         in_fours(group, [&](auto count, int r) {
             r += h * group;
