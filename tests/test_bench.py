@@ -38,7 +38,7 @@ def spec():
 
 
 def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
-    command = [sys.executable, str(SCRIPT), "run", "--quick", "--rounds", "1", "--folder", "results", "--memory", "3.5"]
+    command = [sys.executable, str(SCRIPT), "run", "--quick", "--rounds", "1", "--folder", "results", "--memory", "3"]
     command += ["--only", "kvloom bf16 in", "--only", "kvloom bf16 grpc", "--only", "vllm"]
     # where no peer is set up; the model and the ops stay where they are
     home = tmp_path / "cache"
@@ -194,14 +194,14 @@ def test_engines_are_loaded_together_as_far_as_they_fit():
 def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "RESERVE", 2**60)
     record = Record(tmp_path / "samples", {}, resume=False)
-    run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=3.5)
+    run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=2.0)
     with pytest.raises(MemoryShortError, match="--resume"):
         run.run([variant for variant in variants() if variant.name == ALONE])
     # what was measured until then is kept, and an engine that can't fit is told
     assert set(record.seconds[ALONE][0]) == {"one/1", "all/1"}
     run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=0.5)
     run.run([variant for variant in variants() if variant.name == ALONE])
-    assert record.absent[ALONE] == "it may take 3.0 GiB of memory, and 0.5 are there for engines"
+    assert record.absent[ALONE] == "it may take 1.8 GiB of memory, and 0.5 are there for engines"
 
 
 def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):

@@ -96,5 +96,5 @@ def _ratio(what: str, first: Row, other: Row) -> Row:
         "engine": first["engine"],
         "against": other["engine"],
         "ratio": ratio(first["value"], other["value"]),
-        "rounds": [min(rounds), max(rounds)] if rounds else None,
+        "rounds": [min(rounds), max(rounds)] if len(rounds) > 1 else None,
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.cases import Group, Run, Scale, rounds
 from bench.drivers import Driver, EngineFailed
 from bench.peers import Environment
-from bench.probe import Probe
+from bench.probe import Probe, best
 from bench.prompts import PromptSource
 from bench.record import Record
 from bench.variants import Variant, together
@@ -25,7 +25,7 @@ from bench.variants import Variant, together
 WARM_UP_NEW = 4
 
 GIB = 2**30
-SHARE = 0.85
+SHARE = 0.9
 """Of the memory that is available, for engines."""
 
 RESERVE = GIB
@@ -120,21 +120,23 @@ class Measurement:
                 self._record.loaded(variant.name, driver.versions, driver.load_seconds, rss)
                 drivers.append(driver)
             yield drivers
-            for driver in drivers:
-                self._record.memory(driver.variant.name, driver.peak_rss())
 
     def _round(self, number: int, drivers: list[Driver], probe: Probe, all_of_them: Sequence[Variant]) -> None:
+        before = probe.measure()
         for place, group in enumerate(self._rounds[number]):
             wanting = [driver for driver in drivers if self._left(driver.variant, number, group)]
             if not wanting:
                 continue
             self._say(number, group, len(wanting), all_of_them)
-            self._record.machine([driver.variant.name for driver in wanting], number, group.name, probe.measure())
             # nobody is always behind the same one
             shift = (number + place) % len(wanting)
             for driver in wanting[shift:] + wanting[:shift]:
                 self._group(number, group, driver, drivers)
                 _spare_memory()
+            after = probe.measure()
+            names = [driver.variant.name for driver in wanting]
+            self._record.machine(names, number, group.name, best([before, after]))
+            before = after
 
     def _group(self, number: int, group: Group, driver: Driver, drivers: list[Driver]) -> None:
         name = driver.variant.name
@@ -146,6 +148,7 @@ class Measurement:
                 drivers.remove(driver)
                 return
             self._record.run(name, number, run.name, seconds, [answer[0] for answer in tokens])
+        self._record.memory(name, driver.peak_rss())
 
     def _left(self, variant: Variant, number: int, group: Group) -> list[Run]:
         """Runs of the group that are still to be measured: all, unless all are there."""

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,9 @@ READ_BYTES = 2**29
 
 SIDE = 2048
 """Rows and columns of the matrices: too many for the caches' sizes to matter."""
+
+READS = 3
+"""Of the memory, for each repetition of the products."""
 
 UNSTEADY = 0.15
 """Share by which a quiet machine's rates do not change."""
@@ -45,7 +48,7 @@ class Probe:
         )
 
     def measure(self, repeats: int = 5) -> Machine:
-        """Best of so many repetitions, of each rate."""
+        """Best of so many repetitions, of each rate; about a second."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(repeats, file=self._process.stdin, flush=True)
         return Machine(**json.loads(self._process.stdout.readline()))
@@ -57,12 +60,21 @@ class Probe:
         self._process.communicate()
 
 
+def best(machines: Sequence[Machine]) -> Machine:
+    """Of each rate."""
+    return _each(max, machines)
+
+
 def median(machines: Sequence[Machine]) -> Machine:
     """Of each rate."""
+    return _each(statistics.median, machines)
+
+
+def _each(of: Callable[[Iterable[float]], float], machines: Sequence[Machine]) -> Machine:
     names = machines[0].operations
     return Machine(
-        bytes_per_s=statistics.median(machine.bytes_per_s for machine in machines),
-        operations={name: statistics.median(machine.operations[name] for machine in machines) for name in names},
+        bytes_per_s=of([machine.bytes_per_s for machine in machines]),
+        operations={name: of([machine.operations[name] for machine in machines]) for name in names},
     )
 
 
@@ -102,23 +114,19 @@ def _rates() -> dict[str, tuple[float, Callable[[], object]]]:
     return rates
 
 
-def _least(what: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest repetition."""
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        what()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
 def _serve() -> None:
     """Measure for every number of repetitions that comes in."""
     rates = _rates()
-    for _, what in rates.values():
-        what()
     for line in sys.stdin:
-        measured = {name: amount / _least(what, int(line)) for name, (amount, what) in rates.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in rates}
+        for _ in range(int(line)):
+            # in turns: what disturbs for a moment disturbs one repetition of each
+            for name, (_, what) in rates.items():
+                for _ in range(READS if name == "memory" else 1):
+                    begin = time.perf_counter()
+                    what()
+                    seconds[name].append(time.perf_counter() - begin)
+        measured = {name: amount / min(seconds[name]) for name, (amount, _) in rates.items()}
         machine = Machine(bytes_per_s=measured.pop("memory"), operations=measured)
         print(json.dumps(asdict(machine)), flush=True)
 

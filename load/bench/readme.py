@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import compare
 from bench.tables import cells, columns, comparison_tables, render, title
 
 BEGIN, END = "<!-- figures of load/results, by load/benchmark.py readme -->\n", "<!-- end of the figures -->\n"
@@ -35,9 +36,14 @@ def _figures(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
         meta=bench["meta"],
         titles=list(map(title, wanted)),
         lines={name: [_value(line.get(column, "")) for column in wanted] for name, line in lines.items()},
-        comparisons=comparison_tables(bench["compared"]),
+        comparisons=comparison_tables([row for row in bench["compared"] if _is_main(row)]),
         steps=_steps(profile["rows"]),
     )
+
+
+def _is_main(row: Row) -> bool:
+    """Each peer on its own, and the default file alone, are in the results file."""
+    return row["what"] != compare.DEFAULT_FILE and (row["what"] != compare.PEERS or row.get("best", False))
 
 
 def _value(cell: str) -> str:

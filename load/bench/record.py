@@ -20,7 +20,7 @@ class Record:
     Attributes:
         seconds: by engine, round and run, a number for each repetition.
         first: first new token of each prompt, likewise.
-        machines: by engine, round and group: what the machine could do just before.
+        machines: by engine, round and group: what the machine could do meanwhile.
         versions: by engine.
         load_seconds: by engine.
         loaded_rss: bytes by engine, before the first prompt.
@@ -59,7 +59,7 @@ class Record:
         self._add({"engine": engine, "round": number, "run": run, "seconds": seconds, "first": first})
 
     def machine(self, engines: Sequence[str], number: int, group: str, machine: Machine) -> None:
-        """What the machine can do, just before these engines get the group."""
+        """What the machine could do while these engines did the group."""
         self._add({"engines": list(engines), "round": number, "group": group, "machine": asdict(machine)})
 
     def loaded(self, engine: str, versions: dict[str, str], seconds: float, rss: int) -> None:

@@ -22,7 +22,7 @@ def rows(variants: Sequence[Variant], record: Record, scale: Scale, rounds: int,
     """A row for every engine and case, those of each engine's memory, or one that says why there are none.
 
     The figure of a case is the median over the rounds; its share of the floor is the median of the rounds' shares, each
-    of the floor of the machine as it was just before.
+    of the floor of the machine as it was then.
     """
     made: list[Row] = []
     machine = probe.median(machines(record))

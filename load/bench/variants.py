@@ -12,8 +12,8 @@ from kvloom.fetch import default_model
 KV_GIB = 1
 """Memory for the cache that every engine gets, as far as it can be told. A round's tokens nearly fill it."""
 
-SLOTS, SLOT_TOKENS = 64, 2112
-"""llama.cpp's: each holds the longest case. With one cache for all, every query would look at all sequences' keys."""
+SLOT_TOKENS = 2112
+"""Of each of llama.cpp's slots, for the longest case. With one cache for all, each query would look at all keys."""
 
 TOKEN_KIB = 22.5
 """Memory of a token's keys and values in 16 bits."""
@@ -48,7 +48,7 @@ class Variant:
     environment: str = OWN
     most_streams: int = 64
     skips: Mapping[str, str] = field(default_factory=dict)
-    memory_gib: float = 3.0
+    memory_gib: float = 2.3
     kv_gib: float | None = KV_GIB
 
 
@@ -68,8 +68,8 @@ def _kvloom(weights: str, name: str, engine: str, **more: Any) -> Variant:
     return Variant(name, engine, IN_PROCESS[weights], default_model(), settings, **more)
 
 
-def _in_process(weights: str) -> Variant:
-    return _kvloom(weights, f"kvloom {weights} in-process", "kvloom_inprocess")
+def _in_process(weights: str, **more: Any) -> Variant:
+    return _kvloom(weights, f"kvloom {weights} in-process", "kvloom_inprocess", memory_gib=1.8, **more)
 
 
 def _doors() -> list[Variant]:
@@ -87,19 +87,33 @@ def _openvino(name: str, precision: str, model: str, properties: Mapping[str, st
 
 def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
     binary = Environment("llamacpp").folder / "build" / "bin" / "llama-server"
-    options = {"binary": str(binary), "slots": SLOTS, "slot_tokens": SLOT_TOKENS}
+    options = {"binary": str(binary), "slots": most_streams, "slot_tokens": SLOT_TOKENS}
     slow = "each of its slots computes the shared prefix anew, which takes minutes"
-    kv_gib = SLOTS * SLOT_TOKENS * TOKEN_KIB / 2**20
-    more: dict[str, Any] = {"skips": {"shared": slow}, "memory_gib": 5.0, "kv_gib": kv_gib}
+    kv_gib = most_streams * SLOT_TOKENS * TOKEN_KIB / 2**20
+    more: dict[str, Any] = {"skips": {"shared": slow}, "memory_gib": 1.3 + kv_gib, "kv_gib": kv_gib}
     return Variant(name, "llamacpp", precision, model, options, "llamacpp", most_streams, **more)
 
 
 def variants() -> list[Variant]:
-    """All of them, those with 16-bit weights first; the first is the one that others' tokens are compared with."""
+    """All of them, those with 16-bit weights first; the first is the one that others' tokens are compared with.
+
+    Neighbours are in memory together as far as they fit, see ``together``: the fastest of the others come first.
+    """
     llamacpp = Environment("llamacpp").folder
     return [
         _in_process("bf16"),
         *_doors(),
+        Variant(
+            "vLLM bf16",
+            "vllm",
+            "bf16",
+            model_path("bf16"),
+            {"dtype": "bfloat16", "kv_gib": KV_GIB},
+            "vllm",
+            memory_gib=4.5,
+        ),
+        _openvino("OpenVINO GenAI bf16", "bf16", "model-fp32", {"INFERENCE_PRECISION_HINT": "bf16"}),
+        _llamacpp("llama.cpp bf16", "bf16", llamacpp / "bf16.gguf"),
         Variant(
             "transformers bf16",
             "transformers",
@@ -110,10 +124,9 @@ def variants() -> list[Variant]:
             skips={"warm": PREFIX, "shared": PREFIX},
             kv_gib=None,
         ),
-        Variant("vLLM bf16", "vllm", "bf16", model_path("bf16"), {"dtype": "bfloat16", "kv_gib": KV_GIB}, "vllm"),
-        _openvino("OpenVINO GenAI bf16", "bf16", "model-fp32", {"INFERENCE_PRECISION_HINT": "bf16"}),
-        _llamacpp("llama.cpp bf16", "bf16", llamacpp / "bf16.gguf"),
-        *(_in_process(weights) for weights in IN_PROCESS if weights != "bf16"),
+        _in_process("int4"),
+        _in_process("int8", most_streams=32),
+        _in_process("w8a8"),
         _openvino("OpenVINO GenAI int8", "int8", "model-int8", {}),
         _llamacpp("llama.cpp Q4_1", "q4_1", default_model(), most_streams=8),
         _llamacpp("llama.cpp Q4_0", "q4_0", llamacpp / "q4_0.gguf", most_streams=32),
