@@ -45,7 +45,8 @@ Folder = Annotated[Path, typer.Option(help="Where the results go.", metavar="DIR
 @app.command()
 def run(
     only: Annotated[
-        list[str] | None, typer.Option(help="Engines whose name begins so; may be repeated.", metavar="NAME")
+        list[str] | None,
+        typer.Option(help="Engines whose name is this, or begins so; may be repeated.", metavar="NAME"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is run; figures are medians.")] = 3,
     quick: Annotated[bool, typer.Option(help="A few tokens in each case: shows that it works, no figures.")] = False,
@@ -62,9 +63,7 @@ def run(
 ) -> None:
     """Measure and write the results."""
     scale = QUICK if quick else FULL
-    chosen = [variant for variant in variants() if _named(variant, only)]
-    if not chosen:
-        raise typer.BadParameter(f"no engine begins so; there are {', '.join(v.name for v in variants())}")
+    chosen = _chosen(only)
     spec = GgufFile(default_model()).spec
     conditions = {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}
     record = Record(REPORTS / f"{name}.samples.jsonl", conditions, resume)
@@ -155,8 +154,18 @@ def profile(
     tables.warn(meta["unsteady"], tables.console())
 
 
-def _named(variant: Variant, beginnings: list[str] | None) -> bool:
-    return beginnings is None or any(variant.name.lower().startswith(name.lower()) for name in beginnings)
+def _chosen(names: list[str] | None) -> list[Variant]:
+    """Those with one of the names, or where no engine has it, those whose names begin so."""
+    everything = variants()
+    if names is None:
+        return everything
+    found: set[str] = set()
+    for name in names:
+        begin_so = {variant.name for variant in everything if variant.name.lower().startswith(name.lower())}
+        if not begin_so:
+            raise typer.BadParameter(f"--only {name}: there are {', '.join(v.name for v in everything)}")
+        found |= {one for one in begin_so if one.lower() == name.lower()} or begin_so
+    return [variant for variant in everything if variant.name in found]
 
 
 def _about(variant: Variant) -> dict[str, Any]:

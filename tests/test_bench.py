@@ -198,7 +198,7 @@ def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
     with pytest.raises(MemoryShortError, match="--resume"):
         run.run([variant for variant in variants() if variant.name == ALONE])
     # what was measured until then is kept, and an engine that can't fit is told
-    assert set(record.seconds[ALONE][0]) == {"one/1", "all/1"}
+    assert {name for name, samples in record.seconds[ALONE][0].items() if samples} == {"one/1", "all/1"}
     run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=0.5)
     run.run([variant for variant in variants() if variant.name == ALONE])
     assert record.absent[ALONE] == "it may take 1.8 GiB of memory, and 0.5 are there for engines"

@@ -154,7 +154,7 @@ class Measurement:
         """Runs of the group that are still to be measured: all, unless all are there."""
         runs = list(wanted(variant, group))
         done = self._record.seconds[variant.name][number]
-        return runs if sum(len(done[name]) for name in {run.name for run in runs}) < len(runs) else []
+        return runs if sum(len(done.get(name, ())) for name in {run.name for run in runs}) < len(runs) else []
 
     def _missing(self, variant: Variant, number: int) -> list[Run]:
         return [run for group in self._rounds[number] for run in self._left(variant, number, group)]
