@@ -2,6 +2,7 @@
 
 ``run`` measures kvloom, in-process and behind its doors, and those peers that are set up, and writes
 build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile`` says where the time of a step goes.
+``readme`` puts the figures of load/results into the README.
 """
 
 import json
@@ -14,15 +15,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
-from bench import floors, profile_step, results, setup_peers, tables
+from bench import probe, profile_step, results, setup_peers, tables
 from bench.cases import FULL, QUICK
-from bench.measure import Measurement
+from bench.compare import comparisons
+from bench.measure import Measurement, MemoryShortError
 from bench.plot import draw
+from bench.probe import Probe
 from bench.prompts import PromptSource
+from bench.readme import filled
 from bench.record import Record
-from bench.variants import DOORS, IN_PROCESS, Variant, variants
+from bench.variants import IN_PROCESS, Variant, variants
 from kvloom.config import Settings
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
@@ -31,6 +34,10 @@ from kvloom_load.machine import cpu
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 REPORTS = Path("build/reports")
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+
+PROFILE_REPEATS = 20
 
 Folder = Annotated[Path, typer.Option(help="Where the results go.", metavar="DIR")]
 
@@ -38,28 +45,40 @@ Folder = Annotated[Path, typer.Option(help="Where the results go.", metavar="DIR
 @app.command()
 def run(
     only: Annotated[
-        list[str] | None, typer.Option(help="Engines whose name begins so; may be repeated.", metavar="NAME")
+        list[str] | None,
+        typer.Option(help="Engines whose name is this, or begins so; may be repeated.", metavar="NAME"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is run; figures are medians.")] = 3,
     quick: Annotated[bool, typer.Option(help="A few tokens in each case: shows that it works, no figures.")] = False,
-    in_turns: Annotated[bool, typer.Option(help="One engine in memory at a time, for machines with less.")] = False,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Memory for engines: as many as fit are loaded together. Else most of what is available.",
+            metavar="GIB",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with a benchmark that was cut.")] = False,
     name: Annotated[str, typer.Option(help="Of the files.")] = "bench",
     folder: Folder = REPORTS,
 ) -> None:
     """Measure and write the results."""
     scale = QUICK if quick else FULL
-    chosen = [variant for variant in variants() if _named(variant, only)]
-    if not chosen:
-        raise typer.BadParameter(f"no engine begins so; there are {', '.join(v.name for v in variants())}")
+    chosen = _chosen(only)
     spec = GgufFile(default_model()).spec
-    record = Record(REPORTS / f"{name}.samples.jsonl", {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}, resume)
+    conditions = {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}
+    record = Record(REPORTS / f"{name}.samples.jsonl", conditions, resume)
     begin = datetime.now(UTC)
-    machine = floors.measure(1 if quick else 20)
-    with Progress(console=Console(stderr=True)) as progress:
-        Measurement(scale, rounds, record, PromptSource.default(), progress).run(chosen, in_turns)
-    after = floors.measure(1 if quick else 20)
-    rows = results.rows(chosen, record, scale, machine, spec) + results.floor_rows(chosen, scale, machine, spec)
+    progress = Console(stderr=True)
+    try:
+        Measurement(scale, rounds, record, PromptSource.default(), progress, memory).run(chosen)
+    except MemoryShortError as error:
+        progress.print(str(error), markup=False)
+        raise typer.Exit(1) from None
+    machines = results.machines(record)
+    rows: list[dict[str, Any]] = []
+    if machines:
+        rows += results.rows(chosen, record, scale, rounds, spec)
+        rows += results.floor_rows(chosen, scale, probe.median(machines), spec)
     meta: dict[str, Any] = {
         "date": begin.isoformat(timespec="seconds"),
         "minutes": round((datetime.now(UTC) - begin).total_seconds() / 60, 1),
@@ -67,16 +86,27 @@ def run(
         "rounds": rounds,
         "scale": asdict(scale),
         "model": default_model().name,
-        "floors": asdict(machine),
-        "unsteady": floors.unsteady(machine, after),
+        "probes": len(machines),
+        "machine": probe.spread(machines),
+        "seconds": results.seconds(chosen, record),
         "variants": [_about(variant) for variant in chosen],
         "versions": record.versions,
-        "serving_cost": results.serving_cost(rows, DOORS),
     }
-    _write(folder, name, meta, rows)
-    tables.show(rows, tables.console())
-    tables.warn(meta["unsteady"], tables.console())
+    compared = comparisons(rows)
+    _write(folder, name, meta, rows, compared)
+    tables.show(rows, compared, tables.console())
+    tables.warn(probe.unsteady(machines), tables.console())
     print(f"results: {folder / name}.json, .md, .svg")
+
+
+@app.command()
+def readme(
+    folder: Annotated[Path, typer.Option(help="Where bench.json and profile.json are.", metavar="DIR")] = RESULTS,
+) -> None:
+    """Put the main figures into the README."""
+    text = README.read_text()
+    README.write_text(filled(text, folder))
+    print("README.md: " + ("the same as before" if README.read_text() == text else "filled anew"))
 
 
 @app.command()
@@ -102,9 +132,12 @@ def profile(
     if weights not in IN_PROCESS:
         raise typer.BadParameter(f"--weights {weights}: one of {', '.join(IN_PROCESS)}")
     spec = GgufFile(default_model()).spec
-    machine = floors.measure()
+    with Probe() as process:
+        before = process.measure(PROFILE_REPEATS)
     settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
-    rows = profile_step.profile(settings, spec, machine, [int(count) for count in streams.split(",")])
+    rows = profile_step.profile(settings, spec, before, [int(count) for count in streams.split(",")])
+    with Probe() as process:
+        after = process.measure(PROFILE_REPEATS)
     meta: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu(),
@@ -112,8 +145,8 @@ def profile(
         "weights": weights,
         "prompt_tokens": profile_step.PROMPT,
         "new_tokens": profile_step.NEW,
-        "floors": asdict(machine),
-        "unsteady": floors.unsteady(machine, floors.measure()),
+        "floors": asdict(before),
+        "unsteady": probe.unsteady([before, after]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
@@ -121,8 +154,18 @@ def profile(
     tables.warn(meta["unsteady"], tables.console())
 
 
-def _named(variant: Variant, beginnings: list[str] | None) -> bool:
-    return beginnings is None or any(variant.name.lower().startswith(name.lower()) for name in beginnings)
+def _chosen(names: list[str] | None) -> list[Variant]:
+    """Those with one of the names, or where no engine has it, those whose names begin so."""
+    everything = variants()
+    if names is None:
+        return everything
+    found: set[str] = set()
+    for name in names:
+        begin_so = {variant.name for variant in everything if variant.name.lower().startswith(name.lower())}
+        if not begin_so:
+            raise typer.BadParameter(f"--only {name}: there are {', '.join(v.name for v in everything)}")
+        found |= {one for one in begin_so if one.lower() == name.lower()} or begin_so
+    return [variant for variant in everything if variant.name in found]
 
 
 def _about(variant: Variant) -> dict[str, Any]:
@@ -131,10 +174,12 @@ def _about(variant: Variant) -> dict[str, Any]:
     return {"name": variant.name, "precision": variant.precision, "model": variant.model.name, "options": options}
 
 
-def _write(folder: Path, name: str, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _write(
+    folder: Path, name: str, meta: dict[str, Any], rows: list[dict[str, Any]], compared: list[dict[str, Any]]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
-    (folder / f"{name}.md").write_text(tables.markdown(meta, rows))
+    (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows, "compared": compared}, indent=1))
+    (folder / f"{name}.md").write_text(tables.markdown(meta, rows, compared))
     draw(rows, folder / f"{name}.svg")
 
 

@@ -4,20 +4,27 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from bench import setup_peers, tables
+from bench import measure, setup_peers, tables
 from bench.cases import FULL, QUICK, Case, cases, figure, rounds
+from bench.compare import BEST, DEFAULT_FILE, DOOR, MORE, PEERS, comparisons
 from bench.drivers import Driver, EngineFailed
-from bench.floors import Floors, Machine, unsteady
+from bench.floors import Floors, Machine
+from bench.measure import Measurement, MemoryShortError
 from bench.peers import Environment
+from bench.probe import Probe, unsteady
 from bench.prompts import BEGINNING, PromptSource
+from bench.readme import END, filled
 from bench.record import Record, RecordError
-from bench.results import rows, serving_cost
-from bench.variants import Variant, variants
+from bench.results import rows
+from bench.variants import ALONE, DOORS, Variant, together, variants
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 
@@ -31,7 +38,7 @@ def spec():
 
 
 def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
-    command = [sys.executable, str(SCRIPT), "run", "--quick", "--rounds", "1", "--folder", "results", "--in-turns"]
+    command = [sys.executable, str(SCRIPT), "run", "--quick", "--rounds", "1", "--folder", "results", "--memory", "3"]
     command += ["--only", "kvloom bf16 in", "--only", "kvloom bf16 grpc", "--only", "vllm"]
     # where no peer is set up; the model and the ops stay where they are
     home = tmp_path / "cache"
@@ -59,7 +66,18 @@ def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
         # the same weights and prompts through every door, and weights of 256 MiB in memory
         assert value[engine, "same_first_token", None] == 1.0
         assert 400 < value[engine, "peak_rss", None] < 3000
-    assert meta["serving_cost"].keys() == {"1", "2"}
+    # one engine at a time fits, and the machine is measured before each group of its cases
+    probes = [line for line in samples if "machine" in line]
+    assert {tuple(line["engines"]) for line in probes} == {("kvloom bf16 in-process",), ("kvloom bf16 gRPC",)}
+    assert meta["probes"] == len(probes) == 2 * len(next(rounds(QUICK, 1, PromptSource(range(10_000)))))
+    assert all(0 < least <= middle <= most for least, middle, most in meta["machine"].values())
+    through = {
+        row["size"]: row["ratio"] for row in report["compared"] if row["what"] == DOOR and row["case"] == "total"
+    }
+    assert through.keys() == set(QUICK.streams)
+    for size, ratio in through.items():
+        both = value["kvloom bf16 gRPC", "total", size] / value["kvloom bf16 in-process", "total", size]
+        assert ratio == pytest.approx(both, abs=1e-3)
 
     (absent,) = [row for row in made if row["engine"] == "vLLM bf16"]
     assert absent["absent"] == "not set up; make bench-peers sets it up"
@@ -76,7 +94,8 @@ def _environment(**changes):
 
 
 def test_figures_of_known_seconds():
-    seconds = {"one/8": 1.0, "all/8": 3.0, "prefill/512": 0.5, "cold": 2.0, "warm": 0.25, "shared": 4.0}
+    seconds = {"one/8": [1.0], "all/8": [3.0], "prefill/512": [0.5, 0.4, 9.0], "cold": [2.0], "warm": [0.25]}
+    seconds["shared"] = [4.0]
     expected = {
         ("decode", 8): 8 * 63 / 2.0,
         ("total", 8): 8 * 64 / 3.0,
@@ -88,7 +107,7 @@ def test_figures_of_known_seconds():
     got = {(case.name, case.size): figure(case, FULL, seconds) for case in cases(FULL)}
     assert {key: value for key, value in got.items() if value is not None} == expected
     # nothing is made of a whole answer that was faster than its first token
-    assert figure(Case("decode", 8), FULL, {"one/8": 3.0, "all/8": 2.0}) is None
+    assert figure(Case("decode", 8), FULL, {"one/8": [3.0], "all/8": [2.0]}) is None
 
 
 def test_prompts_are_the_same_for_all_and_never_come_twice():
@@ -128,37 +147,145 @@ def test_floors_are_those_of_the_default_model(spec):
         assert math.isfinite(floors.of(case, FULL))
 
 
+def test_short_cases_are_repeated_with_other_prompts():
+    (groups,) = rounds(FULL, 1, PromptSource(range(100_000)))
+    names = {group.name: [run.name for run in group.runs] for group in groups}
+    assert names["batch/1"] == ["one/1", "all/1"] * 3 and names["batch/8"] == ["one/8", "all/8"]
+    assert names["prefill/512"] == ["prefill/512"] * 3 and names["prefill/2048"] == ["prefill/2048"]
+    assert names["prefix"] == ["cold", "warm", "warm", "warm", "shared"]
+    prefix = [prompt for group in groups if group.name == "prefix" for run in group.runs for prompt in run.prompts]
+    assert len({tuple(prompt) for prompt in prefix}) == len(prefix) == 1 + 3 + 32
+    # every case is made of runs of its group
+    for case in cases(FULL):
+        (group,) = [group for group in groups if group.name == case.group]
+        assert figure(case, FULL, {run.name: [run.new] for run in group.runs}) is not None
+
+
 def test_a_machine_that_changed_meanwhile_is_told():
-    assert unsteady(MACHINE, replace(MACHINE, bytes_per_s=25e9)) == []
-    (busy,) = unsteady(MACHINE, replace(MACHINE, bytes_per_s=12e9))
-    assert busy == "memory: 26.0 before, 12.0 after (10^9/s)"
+    assert unsteady([MACHINE, replace(MACHINE, bytes_per_s=25e9)]) == []
+    (busy,) = unsteady([MACHINE, replace(MACHINE, bytes_per_s=12e9)])
+    assert busy == "memory: 12.0 to 26.0 (10^9/s)"
+
+
+def test_the_machine_is_measured_as_fast_as_its_memory_is_read():
+    with Probe() as process:
+        machine = process.measure(3)
+    numbers = np.ones(2**26)
+    begin = time.perf_counter()
+    numbers.sum()
+    # all cores at once read no slower than one does
+    assert machine.bytes_per_s > 0.7 * numbers.nbytes / (time.perf_counter() - begin)
+    assert machine.operations.keys() == {"fp32", "bf16", "int8"} and min(machine.operations.values()) > 1e9
+
+
+def test_engines_are_loaded_together_as_far_as_they_fit():
+    everything = variants()
+    for memory_gib in (4.0, 6.5, 12.0, 20.0, 100.0):
+        parts = together(everything, memory_gib)
+        assert [v for part in parts for v in part] == [v for v in everything if v.memory_gib <= memory_gib]
+        for part in parts:
+            assert sum(variant.memory_gib for variant in part) <= memory_gib
+            assert len({variant.precision == "bf16" for variant in part}) == 1
+    # with room for all, those with the same weights and the doors run in turns
+    (alike, _) = together(everything, 100.0)
+    assert {ALONE, *DOORS} < {variant.name for variant in alike}
+
+
+def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "RESERVE", 2**60)
+    record = Record(tmp_path / "samples", {}, resume=False)
+    run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=2.0)
+    with pytest.raises(MemoryShortError, match="--resume"):
+        run.run([variant for variant in variants() if variant.name == ALONE])
+    # what was measured until then is kept, and an engine that can't fit is told
+    assert {name for name, samples in record.seconds[ALONE][0].items() if samples} == {"one/1", "all/1"}
+    run = Measurement(QUICK, 1, record, PromptSource.default(), Console(stderr=True), memory_gib=0.5)
+    run.run([variant for variant in variants() if variant.name == ALONE])
+    assert record.absent[ALONE] == "it may take 1.8 GiB of memory, and 0.5 are there for engines"
 
 
 def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):
     record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
     whole, cut = variants()[0], next(variant for variant in variants() if variant.skips and variant.most_streams < 64)
+    machines = [MACHINE, replace(MACHINE, operations={**MACHINE.operations, "bf16": 230e9}), MACHINE]
     for number, seconds in enumerate((3.0, 1.0, 2.0)):
+        record.machine([whole.name], number, "batch/32", machines[number])
         record.run(whole.name, number, "all/32", seconds, [5] * 32)
         record.run(cut.name, number, "all/8", 2 * seconds, [5] * 4 + [6] * 4)
         record.run(whole.name, number, "all/8", seconds, [5] * 8)
-    made = rows([whole, cut], record, FULL, MACHINE, spec)
+    made = rows([whole, cut], record, FULL, 3, spec)
     by = {(row["engine"], row["case"], row["size"]): row for row in made}
     row = by[whole.name, "total", 32]
     assert row["value"] == 32 * 64 / 2.0 and row["rounds"] == [pytest.approx(2048 / s, abs=0.05) for s in (3, 1, 2)]
-    assert row["of_floor"] == pytest.approx(row["value"] / row["floor"], abs=1e-3)
+    # shares are of the floors of their rounds: the second was on half a machine, and is the best by far
+    floors = [Floors(machine, spec, "bf16").of(Case("total", 32), FULL) for machine in machines]
+    shares = [2048 / s / floor for s, floor in zip((3, 1, 2), floors, strict=True)]
+    assert row["of_floor"] == pytest.approx(sorted(shares)[1], abs=1e-3)
     assert by[cut.name, "same_first_token", None]["value"] == 0.5
     assert "skipped" in by[cut.name, "total", 64] and "skipped" in by[cut.name, "shared", 32]
     assert tables.cells(made)[cut.name]["total", 64] == "-"
-    assert serving_cost(made, {cut.name: whole.name}) == {8: {cut.name: 0.5}}
+
+
+def _row(engine, value, precision="bf16", case="total", size=32, unit="tokens/s", spread=()):
+    more = {"rounds": list(spread)} if spread else {}
+    return {
+        "engine": engine,
+        "precision": precision,
+        "case": case,
+        "size": size,
+        "unit": unit,
+        "value": value,
+        **more,
+    }
+
+
+def test_engines_are_compared_with_the_best_of_the_others():
+    made = [
+        _row(ALONE, 400.0, spread=(400, 300, 500)),
+        _row("kvloom bf16 gRPC", 340.0, spread=(340, 300, 450)),
+        _row("kvloom w8a8 in-process", 500.0, "w8a8"),
+        _row("peer bf16", 320.0, spread=(320, None, 250)),
+        _row("other bf16", 200.0),
+        _row("peer int8", 250.0, "int8"),
+        _row("llama.cpp Q4_1", 100.0, "q4_1"),
+        _row("floor bf16", 900.0),
+        _row(ALONE, 60.0, case="ttft_warm", size=2000, unit="ms"),
+        _row("peer bf16", 90.0, case="ttft_warm", size=2000, unit="ms"),
+        _row(ALONE, 440.0, size=64),
+    ]
+    made_of = comparisons(made)
+    found = {(row["what"], row["case"], row["size"], row["engine"], row["against"]): row for row in made_of}
+    against = found[PEERS, "total", 32, ALONE, "peer bf16"]
+    assert against["ratio"] == 1.25 and against["rounds"] == [1.25, 2.0]
+    assert found[DOOR, "total", 32, "kvloom bf16 gRPC", ALONE]["rounds"] == [0.85, 1.0]
+    assert [row["against"] for row in made_of if row.get("best")] == ["peer bf16", "peer bf16"]
+    assert found[BEST, "total", 32, "kvloom w8a8 in-process", "peer bf16"]["ratio"] == 1.562
+    assert found[DEFAULT_FILE, "total", 32, "kvloom w8a8 in-process", "llama.cpp Q4_1"]["ratio"] == 5.0
+    # less time is better
+    assert found[PEERS, "ttft_warm", 2000, ALONE, "peer bf16"]["ratio"] == 1.5
+    assert found[MORE, "total", 64, ALONE, ALONE]["ratio"] == 1.1
+    assert not any("floor" in row["against"] for row in made_of)
+    titles = [table.title for table in tables.comparison_tables(made_of)]
+    assert len(titles) == len(set(titles)) == 6
+
+
+def test_the_readme_has_the_figures_of_the_results():
+    root = SCRIPT.parents[1]
+    text = (root / "README.md").read_text()
+    assert filled(text, root / "load" / "results") == text, "call load/benchmark.py readme"
+    assert filled(text.replace(END, "old\n" + END), root / "load" / "results") == text
 
 
 def test_a_benchmark_that_was_cut_goes_on(tmp_path):
     record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
     record.without("peer", "not set up")
     record.run("engine", 1, "cold", 0.5, [7])
+    record.run("engine", 1, "cold", 0.7, [8])
+    record.machine(["engine"], 1, "prefix", MACHINE)
     again = Record(tmp_path / "samples", {"rounds": 3}, resume=True)
-    assert again.seconds["engine"][1] == {"cold": 0.5} and again.absent == {"peer": "not set up"}
-    again.loaded("peer", {"peer": "1.0"})
+    assert again.seconds["engine"][1] == {"cold": [0.5, 0.7]} and again.absent == {"peer": "not set up"}
+    assert again.machines["engine"][1] == {"prefix": MACHINE}
+    again.loaded("peer", {"peer": "1.0"}, 2.0, 2**30)
     assert Record(tmp_path / "samples", {"rounds": 3}, resume=True).absent == {}
     with pytest.raises(RecordError, match="other conditions"):
         Record(tmp_path / "samples", {"rounds": 5}, resume=True)
@@ -167,7 +294,7 @@ def test_a_benchmark_that_was_cut_goes_on(tmp_path):
 
 def test_an_engine_that_can_not_be_loaded_says_why():
     missing = Variant(
-        "llama.cpp", "llamacpp", "bf16", Path("none.gguf"), {"binary": "/nowhere", "kv_tokens": 1, "arguments": []}
+        "llama.cpp", "llamacpp", "bf16", Path("none.gguf"), {"binary": "/nowhere", "slots": 1, "slot_tokens": 1}
     )
     with pytest.raises(EngineFailed, match="FileNotFoundError.*/nowhere"):
         Driver(missing)
@@ -195,6 +322,6 @@ def test_a_failed_set_up_is_written_down(tmp_path, monkeypatch, capsys):
 def test_a_record_is_gone_on_with_under_the_same_conditions_only(tmp_path):
     conditions = {"scale": {"streams": (1, 8)}, "rounds": 3}
     Record(tmp_path / "samples", conditions, resume=False).run("one", 0, "all/1", 0.5, [7])
-    assert Record(tmp_path / "samples", conditions, resume=True).seconds["one"][0]["all/1"] == 0.5
+    assert Record(tmp_path / "samples", conditions, resume=True).seconds["one"][0]["all/1"] == [0.5]
     with pytest.raises(RecordError, match="other conditions"):
         Record(tmp_path / "samples", {**conditions, "rounds": 2}, resume=True)

@@ -1,6 +1,7 @@
 """The cases: what an engine is asked to do, and what figures come of the times that it took."""
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.prompts import PromptSource
@@ -18,6 +19,7 @@ class Scale:
         prefix: tokens that the prompts of the prefix cases have in common.
         suffix: tokens that each has of its own.
         sharing: prompts at once that share the prefix.
+        short: how often what takes less than a second is done in a round.
     """
 
     streams: tuple[int, ...] = (1, 8, 32, 64)
@@ -27,10 +29,14 @@ class Scale:
     prefix: int = 2000
     suffix: int = 32
     sharing: int = 32
+    short: int = 3
 
 
 FULL = Scale()
-QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2)
+QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2, short=1)
+
+SHORT_PREFILL = 1024
+"""Prompts below it take less than a second."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Run:
     """One thing to ask for: all prompts at once.
 
     Attributes:
-        name: unique in its round; what the seconds are kept under.
+        name: what the seconds are kept under; the same in repetitions, which have other prompts.
         kind: ``one``, ``all``, ``prefill``, ``cold``, ``warm`` or ``shared``.
         prompts: token ids of each.
         new: tokens of each answer.
@@ -70,16 +76,21 @@ def rounds(scale: Scale, count: int, source: PromptSource) -> Iterator[list[Grou
     for _ in range(count):
         groups = []
         for streams in scale.streams:
-            one = Run(f"one/{streams}", "one", source.take(streams, scale.prompt), 1)
-            whole = Run(f"all/{streams}", "all", source.take(streams, scale.prompt), scale.new)
-            groups.append(Group(f"batch/{streams}", streams, (one, whole)))
+            runs: list[Run] = []
+            for _ in range(scale.short if streams == 1 else 1):
+                runs.append(Run(f"one/{streams}", "one", source.take(streams, scale.prompt), 1))
+                runs.append(Run(f"all/{streams}", "all", source.take(streams, scale.prompt), scale.new))
+            groups.append(Group(f"batch/{streams}", streams, tuple(runs)))
         for length in scale.prefills:
-            run = Run(f"prefill/{length}", "prefill", source.take(1, length), 1)
-            groups.append(Group(f"prefill/{length}", 1, (run,)))
+            often = scale.short if length < SHORT_PREFILL else 1
+            runs = [Run(f"prefill/{length}", "prefill", source.take(1, length), 1) for _ in range(often)]
+            groups.append(Group(f"prefill/{length}", 1, tuple(runs)))
         (prefix,) = source.take(1, scale.prefix)
-        asked = [prefix + suffix for suffix in source.take(2 + scale.sharing, scale.suffix)]
-        cold, warm = Run("cold", "cold", asked[:1], 1), Run("warm", "warm", asked[1:2], 1)
-        groups.append(Group("prefix", 1, (cold, warm, Run("shared", "shared", asked[2:], scale.new))))
+        cold, *others = [prefix + suffix for suffix in source.take(1 + scale.short + scale.sharing, scale.suffix)]
+        runs = [Run("cold", "cold", [cold], 1)]
+        runs += [Run("warm", "warm", [prompt], 1) for prompt in others[: scale.short]]
+        runs.append(Run("shared", "shared", others[scale.short :], scale.new))
+        groups.append(Group("prefix", 1, tuple(runs)))
         yield groups
 
 
@@ -102,6 +113,13 @@ class Case:
         """For people."""
         return f"{self.name.replace('_', ' ')} {self.size}"
 
+    @property
+    def group(self) -> str:
+        """The group whose runs it is made of."""
+        return {"decode": f"batch/{self.size}", "total": f"batch/{self.size}", "prefill": f"prefill/{self.size}"}.get(
+            self.name, "prefix"
+        )
+
 
 def cases(scale: Scale) -> list[Case]:
     """All columns, in order."""
@@ -115,13 +133,14 @@ def cases(scale: Scale) -> list[Case]:
     ]
 
 
-def figure(case: Case, scale: Scale, seconds: Mapping[str, float]) -> float | None:
-    """The case's figure in one round, from the seconds of its runs; None if they are not there.
+def figure(case: Case, scale: Scale, samples: Mapping[str, Sequence[float]]) -> float | None:
+    """The case's figure in one round, from the seconds of its runs, or their medians; None if they are not there.
 
     Decoding is what a whole answer takes longer than its first token does: the same for every engine, whether or not it
     shows when tokens come.
     """
     size = case.size
+    seconds = {name: statistics.median(of) for name, of in samples.items()}
     match case.name:
         case "decode":
             one, whole = seconds.get(f"one/{size}"), seconds.get(f"all/{size}")

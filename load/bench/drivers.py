@@ -77,6 +77,10 @@ class Driver:
         """Bytes: the most that each of the engine's processes ever had, added up."""
         return sum(_peak(process.pid) for process in _tree(self._pid))
 
+    def rss(self) -> int:
+        """Bytes: what the engine's processes have now, added up."""
+        return sum(process.memory_info().rss for process in _tree(self._pid))
+
     def close(self) -> None:
         """End it, and what it started."""
         assert self._process.stdin is not None

@@ -1,27 +1,14 @@
-"""What the machine itself allows: memory bandwidth and product rates, measured, and the least time of each case.
+"""The least time of each case on a machine whose memory bandwidth and product rates are known.
 
 A step reads every weight and every key and value that it attends to once, and multiplies every token with every
 weight: it takes the longer of the two. How close an engine comes is a figure that holds on other machines, too.
 """
 
-import json
 import math
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass
 
 from bench.cases import Case, Scale
 from kvloom.models.spec import ModelSpec, tensor_shapes
-
-READ_BYTES = 2**29
-SIDE = 2048
-"""Rows and columns of the matrices: too many for the caches' sizes to matter."""
 
 KV_BYTES = 2
 """Of a key's or value's number, in every engine measured."""
@@ -58,7 +45,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured.
+    """What it can do, see ``probe``.
 
     Attributes:
         bytes_per_s: read from memory, by all cores.
@@ -67,58 +54,6 @@ class Machine:
 
     bytes_per_s: float
     operations: dict[str, float]
-
-
-UNSTEADY = 0.15
-"""Share by which a quiet machine's rates do not change."""
-
-
-def unsteady(before: Machine, after: Machine) -> list[str]:
-    """What changed by more than ``UNSTEADY`` between two measurements: distrust what was measured between."""
-    pairs = {"memory": (before.bytes_per_s, after.bytes_per_s)}
-    pairs |= {name: (rate, after.operations[name]) for name, rate in before.operations.items()}
-    return [
-        f"{name}: {one / 1e9:,.1f} before, {other / 1e9:,.1f} after (10^9/s)"
-        for name, (one, other) in pairs.items()
-        if abs(one - other) > UNSTEADY * max(one, other)
-    ]
-
-
-def measure(repeats: int = 20) -> Machine:
-    """Measure the machine: a few seconds on all cores, in a process of its own.
-
-    OpenMP keeps workers for every thread that ever computed: an engine in this process would share the cores with them.
-    """
-    command = [sys.executable, "-m", "bench.floors", str(repeats)]
-    measured = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, check=True, text=True)
-    return Machine(**json.loads(measured.stdout))
-
-
-def _measure(repeats: int) -> Machine:
-    # no two pages alike: a virtual machine's host may keep equal ones once
-    numbers = torch.arange(READ_BYTES // 4, dtype=torch.float32)
-    operations = 2 * SIDE**3
-    products: dict[str, Callable[[], object]] = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        left, right = torch.randn(2, SIDE, SIDE).to(dtype).unbind()
-        products[name] = partial(torch.mm, left, right)
-    left, right = torch.randint(-127, 128, (2, SIDE, SIDE), dtype=torch.int8).unbind()
-    products["int8"] = partial(torch._int_mm, left, right)
-    return Machine(
-        bytes_per_s=READ_BYTES / _least(numbers.sum, repeats),
-        operations={name: operations / _least(product, repeats) for name, product in products.items()},
-    )
-
-
-def _least(what: Callable[[], object], repeats: int) -> float:
-    """Seconds of a fast repetition, slower than a quarter of them: the very fastest may be the clock's doing."""
-    what()
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        what()
-        seconds.append(time.perf_counter() - begin)
-    return sorted(seconds)[repeats // 4]
 
 
 class Floors:
@@ -186,7 +121,3 @@ class Floors:
         assert case.name == "shared"
         answers = steps * self.decode(n, scale.suffix + scale.new / 2, scale.prefix)
         return n * scale.new / (self.prefill(n, scale.suffix, scale.prefix) + answers)
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_measure(int(sys.argv[1])))))

@@ -1,18 +1,47 @@
-"""Runs the cases: round by round, each group by every engine in turn, so that a noisy machine hits all alike."""
+"""Runs the cases: round by round, each group by every engine in turn, so that a noisy machine hits all alike.
 
+A machine that others share changes within minutes by a third. Figures of two engines compare when both did the case
+within seconds of each other, so as many as fit are in memory at once, stopped while it is not their turn, and those
+that are compared are neighbours in the list. What fits is told by what is available before each round and by the most
+that each engine takes; the next ones are loaded when those before have ended. Every round loads them anew, for how
+pages and threads fall at the start is luck that a median shall see, too.
+"""
+
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from rich.progress import Progress, TaskID
+import psutil
+from rich.console import Console
 
 from bench.cases import Group, Run, Scale, rounds
 from bench.drivers import Driver, EngineFailed
 from bench.peers import Environment
+from bench.probe import Probe, best
 from bench.prompts import PromptSource
 from bench.record import Record
-from bench.variants import Variant
+from bench.variants import Variant, together
 
 WARM_UP_NEW = 4
+
+GIB = 2**30
+SHARE = 0.9
+"""Of the memory that is available, for engines."""
+
+RESERVE = GIB
+"""The benchmark stops when less is available."""
+
+LOAD_S = 12.0
+"""About what it takes to load an engine and to end it."""
+
+
+class MemoryShortError(Exception):
+    """The engines took more than was foreseen, or others did; says what to do."""
+
+
+def memory_for_engines() -> float:
+    """GiB."""
+    return SHARE * psutil.virtual_memory().available / GIB
 
 
 class Measurement:
@@ -23,10 +52,19 @@ class Measurement:
         count: of the rounds.
         record: where it goes; what it has already is not measured again.
         source: of the prompts.
-        progress: shows where it is.
+        console: for a line about where it is.
+        memory_gib: that the engines may take; None is most of what is available.
     """
 
-    def __init__(self, scale: Scale, count: int, record: Record, source: PromptSource, progress: Progress):
+    def __init__(
+        self,
+        scale: Scale,
+        count: int,
+        record: Record,
+        source: PromptSource,
+        console: Console,
+        memory_gib: float | None = None,
+    ):
         streams, length = min(8, max(scale.streams)), scale.prefills[0]
         # buffers, threads and kernels come with the first use
         self._warm_up = [
@@ -35,63 +73,74 @@ class Measurement:
         ]
         self._rounds = list(rounds(scale, count, source))
         self._record = record
-        self._progress = progress
+        self._console = console
+        self._memory_gib = memory_gib
 
-    def run(self, variants: Sequence[Variant], in_turns: bool) -> None:
-        """Measure. ``in_turns``: one engine at a time is in memory, loaded anew in each round."""
-        runs = sum(
-            len(list(wanted(variant, group))) for groups in self._rounds for group in groups for variant in variants
-        )
-        task = self._progress.add_task("benchmark", total=runs)
-        numbers = range(len(self._rounds))
-        if in_turns:
-            for number in numbers:
-                for variant in variants:
-                    with self._loaded([variant], [number]) as drivers:
-                        self._round(number, drivers, task)
-        else:
-            with self._loaded(variants, numbers) as drivers:
-                for number in numbers:
-                    self._round(number, drivers, task)
+    def run(self, variants: Sequence[Variant]) -> None:
+        """Measure.
+
+        Raises:
+            MemoryShortError: there is hardly any left.
+        """
+        for variant in variants:
+            absence = Environment(variant.environment).absence()
+            if absence is not None:
+                self._record.without(variant.name, absence)
+        there = [variant for variant in variants if Environment(variant.environment).absence() is None]
+        with Probe() as probe:
+            for number in range(len(self._rounds)):
+                wanting = [variant for variant in there if self._missing(variant, number)]
+                room = memory_for_engines() if self._memory_gib is None else self._memory_gib
+                parts = together(wanting, room)
+                for variant in wanting:
+                    if not any(variant in part for part in parts):
+                        why = (
+                            f"it may take {variant.memory_gib:.1f} GiB of memory, and {room:.1f} are there for engines"
+                        )
+                        self._record.without(variant.name, why)
+                for part in parts:
+                    with self._loaded(part) as drivers:
+                        self._round(number, drivers, probe, there)
 
     @contextmanager
-    def _loaded(self, variants: Sequence[Variant], numbers: Sequence[int]) -> Iterator[list[Driver]]:
-        """Drivers of those variants that are there and have something to do in these rounds."""
+    def _loaded(self, variants: Sequence[Variant]) -> Iterator[list[Driver]]:
+        """Drivers of those that can be loaded."""
         drivers: list[Driver] = []
         with ExitStack() as stack:
             for variant in variants:
-                if not any(self._left(variant, number, group) for number in numbers for group in self._rounds[number]):
-                    continue
-                absence = Environment(variant.environment).absence()
-                if absence is not None:
-                    self._record.without(variant.name, absence)
-                    continue
-                self._progress.console.print(f"loading {variant.name}")
+                self._console.print(f"loading {variant.name}", highlight=False)
                 try:
                     driver = stack.enter_context(Driver(variant))
+                    rss = driver.rss()
                     for run in self._warm_up:
                         driver.run(run)
                 except EngineFailed as error:
                     self._record.without(variant.name, str(error))
                     continue
-                self._record.loaded(variant.name, driver.versions)
+                self._record.loaded(variant.name, driver.versions, driver.load_seconds, rss)
                 drivers.append(driver)
             yield drivers
-            for driver in drivers:
-                self._record.memory(driver.variant.name, driver.peak_rss())
 
-    def _round(self, number: int, drivers: list[Driver], task: TaskID) -> None:
+    def _round(self, number: int, drivers: list[Driver], probe: Probe, all_of_them: Sequence[Variant]) -> None:
+        before = probe.measure()
         for place, group in enumerate(self._rounds[number]):
+            wanting = [driver for driver in drivers if self._left(driver.variant, number, group)]
+            if not wanting:
+                continue
+            self._say(number, group, len(wanting), all_of_them)
             # nobody is always behind the same one
-            shift = (number + place) % max(1, len(drivers))
-            for driver in drivers[shift:] + drivers[:shift]:
-                if self._left(driver.variant, number, group):
-                    self._group(number, group, driver, drivers)
-                self._progress.advance(task, len(list(wanted(driver.variant, group))))
+            shift = (number + place) % len(wanting)
+            for driver in wanting[shift:] + wanting[:shift]:
+                self._group(number, group, driver, drivers)
+                _spare_memory()
+            after = probe.measure()
+            names = [driver.variant.name for driver in wanting]
+            self._record.machine(names, number, group.name, best([before, after]))
+            before = after
 
     def _group(self, number: int, group: Group, driver: Driver, drivers: list[Driver]) -> None:
         name = driver.variant.name
-        for run in wanted(driver.variant, group):
+        for run in self._left(driver.variant, number, group):
             try:
                 seconds, tokens = driver.run(run)
             except EngineFailed as error:
@@ -99,13 +148,54 @@ class Measurement:
                 drivers.remove(driver)
                 return
             self._record.run(name, number, run.name, seconds, [answer[0] for answer in tokens])
+        self._record.memory(name, driver.peak_rss())
 
-    def _left(self, variant: Variant, number: int, group: Group) -> bool:
+    def _left(self, variant: Variant, number: int, group: Group) -> list[Run]:
+        """Runs of the group that are still to be measured: all, unless all are there."""
+        runs = list(wanted(variant, group))
         done = self._record.seconds[variant.name][number]
-        return any(run.name not in done for run in wanted(variant, group))
+        return runs if sum(len(done.get(name, ())) for name in {run.name for run in runs}) < len(runs) else []
+
+    def _missing(self, variant: Variant, number: int) -> list[Run]:
+        return [run for group in self._rounds[number] for run in self._left(variant, number, group)]
+
+    def _say(self, number: int, group: Group, engines: int, variants: Sequence[Variant]) -> None:
+        minutes = self._seconds_left(number, variants) / 60
+        line = (
+            f"round {number + 1} of {len(self._rounds)}, {engines} engines, {group.name}: about {minutes:.0f} min left"
+        )
+        self._console.print(line, highlight=False)
+
+    def _seconds_left(self, number: int, variants: Sequence[Variant]) -> float:
+        there = [variant for variant in variants if variant.name not in self._record.absent]
+        later = sum(LOAD_S for other in range(number + 1, len(self._rounds)) for v in there if self._missing(v, other))
+        loading = sum(LOAD_S for variant in there if self._missing(variant, number) == self._all(variant, number))
+        runs = [(v, run) for other in range(len(self._rounds)) for v in there for run in self._missing(v, other)]
+        return later + loading + sum(self._expected(variant, run) for variant, run in runs)
+
+    def _all(self, variant: Variant, number: int) -> list[Run]:
+        return [run for group in self._rounds[number] for run in wanted(variant, group)]
+
+    def _expected(self, variant: Variant, run: Run) -> float:
+        """Seconds: as in earlier rounds, or guessed."""
+        before = [s for samples in self._record.seconds[variant.name].values() for s in samples.get(run.name, ())]
+        if before:
+            return statistics.median(before)
+        prompts = len(run.prompts)
+        computed = 1 if run.kind == "shared" else prompts
+        return computed * len(run.prompts[0]) / 1200 + (run.new - 1) * (0.012 + 0.001 * prompts)
 
 
 def wanted(variant: Variant, group: Group) -> Iterator[Run]:
     """The runs of the group that are measured with the variant."""
     if group.streams <= variant.most_streams:
         yield from (run for run in group.runs if run.kind not in variant.skips)
+
+
+def _spare_memory() -> None:
+    available = psutil.virtual_memory().available
+    if available < RESERVE:
+        raise MemoryShortError(
+            f"only {available / GIB:.1f} GiB of memory are left; go on with --resume and fewer engines at once: "
+            "--memory GIB, less than what they had"
+        )

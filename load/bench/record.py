@@ -2,8 +2,12 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from bench.floors import Machine
 
 
 class RecordError(Exception):
@@ -14,9 +18,12 @@ class Record:
     """Appends to the file at once.
 
     Attributes:
-        seconds: by engine, round and run.
+        seconds: by engine, round and run, a number for each repetition.
         first: first new token of each prompt, likewise.
+        machines: by engine, round and group: what the machine could do meanwhile.
         versions: by engine.
+        load_seconds: by engine.
+        loaded_rss: bytes by engine, before the first prompt.
         peak_rss: bytes by engine.
         absent: by engine, why it has no figures.
     """
@@ -27,9 +34,12 @@ class Record:
         Raises:
             RecordError: it was made under other conditions.
         """
-        self.seconds: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-        self.first: dict[str, dict[int, dict[str, list[int]]]] = defaultdict(lambda: defaultdict(dict))
+        self.seconds: dict[str, dict[int, dict[str, list[float]]]] = _lists()
+        self.first: dict[str, dict[int, dict[str, list[list[int]]]]] = _lists()
+        self.machines: dict[str, dict[int, dict[str, Machine]]] = defaultdict(lambda: defaultdict(dict))
         self.versions: dict[str, dict[str, str]] = {}
+        self.load_seconds: dict[str, float] = {}
+        self.loaded_rss: dict[str, int] = {}
         self.peak_rss: dict[str, int] = {}
         self.absent: dict[str, str] = {}
         self._path = path
@@ -48,9 +58,13 @@ class Record:
         """A run of a round."""
         self._add({"engine": engine, "round": number, "run": run, "seconds": seconds, "first": first})
 
-    def loaded(self, engine: str, versions: dict[str, str]) -> None:
+    def machine(self, engines: Sequence[str], number: int, group: str, machine: Machine) -> None:
+        """What the machine could do while these engines did the group."""
+        self._add({"engines": list(engines), "round": number, "group": group, "machine": asdict(machine)})
+
+    def loaded(self, engine: str, versions: dict[str, str], seconds: float, rss: int) -> None:
         """An engine is there."""
-        self._add({"engine": engine, "versions": versions})
+        self._add({"engine": engine, "versions": versions, "seconds": seconds, "rss": rss})
 
     def memory(self, engine: str, peak_rss: int) -> None:
         """The most memory that an engine had until now."""
@@ -66,15 +80,25 @@ class Record:
         self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
+        if "machine" in line:
+            for engine in line["engines"]:
+                self.machines[engine][line["round"]][line["group"]] = Machine(**line["machine"])
+            return
         engine = line["engine"]
         if "run" in line:
-            self.seconds[engine][line["round"]][line["run"]] = line["seconds"]
-            self.first[engine][line["round"]][line["run"]] = line["first"]
+            self.seconds[engine][line["round"]][line["run"]].append(line["seconds"])
+            self.first[engine][line["round"]][line["run"]].append(line["first"])
         elif "versions" in line:
             self.versions[engine] = line["versions"]
+            self.load_seconds[engine] = line["seconds"]
+            self.loaded_rss[engine] = line["rss"]
             # what an earlier try lacked may be there now
             self.absent.pop(engine, None)
         elif "peak_rss" in line:
             self.peak_rss[engine] = max(line["peak_rss"], self.peak_rss.get(engine, 0))
         else:
             self.absent[engine] = line["absent"]
+
+
+def _lists() -> Any:
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))

@@ -1,9 +1,10 @@
 """From the record to the rows of bench.json."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from bench import probe
 from bench.cases import Case, Scale, cases, figure
 from bench.floors import PRECISIONS, Floors, Machine
 from bench.record import Record
@@ -11,30 +12,42 @@ from bench.variants import Variant
 from kvloom.models.spec import ModelSpec
 
 Row = dict[str, Any]
-SKIPPED = {"ttft_warm": "warm", "shared": "shared"}
+SKIPPED = {"prefill": "prefill", "ttft_cold": "cold", "ttft_warm": "warm", "shared": "shared"}
 """Which kind of run a case stands and falls with."""
 
+MIB = 2**20
 
-def rows(variants: Sequence[Variant], record: Record, scale: Scale, machine: Machine, spec: ModelSpec) -> list[Row]:
-    """A row for every engine and case, one for each engine's memory, or one that says why there are none.
 
-    The figure of a case is the median over the rounds.
+def rows(variants: Sequence[Variant], record: Record, scale: Scale, rounds: int, spec: ModelSpec) -> list[Row]:
+    """A row for every engine and case, those of each engine's memory, or one that says why there are none.
+
+    The figure of a case is the median over the rounds; its share of the floor is the median of the rounds' shares, each
+    of the floor of the machine as it was then.
     """
     made: list[Row] = []
+    machine = probe.median(machines(record))
     for variant in variants:
         about = {"engine": variant.name, "precision": variant.precision}
         if variant.name in record.absent:
             made.append({**about, "absent": record.absent[variant.name]})
-        floors = Floors(machine, spec, variant.precision)
+        usual = Floors(machine, spec, variant.precision)
         for case in cases(scale):
-            made += [{**about, **row} for row in _case(case, variant, record, scale, floors.of(case, scale))]
-        if variant.name in record.peak_rss:
-            mib = round(record.peak_rss[variant.name] / 2**20)
-            made.append({**about, "case": "peak_rss", "size": None, "unit": "MiB", "value": mib})
+            row = _skipped(case, variant) or _figure(case, variant, record, scale, rounds, spec)
+            if row is not None and "value" in row:
+                row["floor"] = round(usual.of(case, scale), 1)
+            made += [{**about, **_about(case), **row}] if row is not None else []
+        made += [{**about, **row} for row in _memory(variant, record)]
         same = _same_first_tokens(record, variants[0].name, variant.name)
         if same is not None:
             made.append({**about, "case": "same_first_token", "size": None, "unit": "share", "value": round(same, 4)})
     return made
+
+
+def machines(record: Record) -> list[Machine]:
+    """All that were measured."""
+    by_engine = record.machines.values()
+    found = [machine for numbers in by_engine for groups in numbers.values() for machine in groups.values()]
+    return list({id(machine): machine for machine in found}.values())
 
 
 def floor_rows(variants: Sequence[Variant], scale: Scale, machine: Machine, spec: ModelSpec) -> list[Row]:
@@ -52,30 +65,60 @@ def floor_rows(variants: Sequence[Variant], scale: Scale, machine: Machine, spec
     ]
 
 
+def seconds(variants: Sequence[Variant], record: Record) -> dict[str, dict[str, float]]:
+    """What a round of each engine takes: to load it, and all its cases."""
+    found: dict[str, dict[str, float]] = {}
+    for variant in variants:
+        rounds = [sum(map(sum, runs.values())) for runs in record.seconds[variant.name].values() if runs]
+        if rounds:
+            load = record.load_seconds[variant.name]
+            found[variant.name] = {"load": round(load, 1), "cases": round(statistics.median(rounds), 1)}
+    return found
+
+
 def _about(case: Case) -> Row:
     return {"case": case.name, "size": case.size, "unit": case.unit}
 
 
-def _case(case: Case, variant: Variant, record: Record, scale: Scale, floor: float) -> list[Row]:
+def _skipped(case: Case, variant: Variant) -> Row | None:
     reason = variant.skips.get(SKIPPED.get(case.name, ""))
     if reason is None and case.name in ("decode", "total") and case.size > variant.most_streams:
-        reason = "left out: it would take minutes"
-    if reason is not None:
-        return [{**_about(case), "skipped": reason}]
-    samples = [figure(case, scale, seconds) for _, seconds in sorted(record.seconds[variant.name].items())]
+        reason = f"more than {variant.most_streams} at once would take minutes"
+    return None if reason is None else {"skipped": reason}
+
+
+def _figure(
+    case: Case, variant: Variant, record: Record, scale: Scale, rounds: int, spec: ModelSpec
+) -> dict[str, Any] | None:
+    samples = [figure(case, scale, record.seconds[variant.name][number]) for number in range(rounds)]
     measured = [sample for sample in samples if sample is not None]
     if not measured:
+        return None
+    shares = []
+    for number, sample in enumerate(samples):
+        machine = record.machines[variant.name][number].get(case.group)
+        if sample is not None and machine is not None:
+            floor = Floors(machine, spec, variant.precision).of(case, scale)
+            shares.append(floor / sample if case.unit == "ms" else sample / floor)
+    row = {
+        "value": round(statistics.median(measured), 1),
+        "rounds": [None if sample is None else round(sample, 1) for sample in samples],
+    }
+    return {**row, "of_floor": round(statistics.median(shares), 3)} if shares else row
+
+
+def _memory(variant: Variant, record: Record) -> list[Row]:
+    if variant.name not in record.peak_rss:
         return []
-    value = statistics.median(measured)
-    share = floor / value if case.unit == "ms" else value / floor
+    figures = {
+        "kv_memory": None if variant.kv_gib is None else variant.kv_gib * 1024,
+        "loaded_rss": record.loaded_rss[variant.name] / MIB,
+        "peak_rss": record.peak_rss[variant.name] / MIB,
+    }
     return [
-        {
-            **_about(case),
-            "value": round(value, 1),
-            "rounds": [round(sample, 1) for sample in measured],
-            "floor": round(floor, 1),
-            "of_floor": round(share, 3),
-        }
+        {"case": name, "size": None, "unit": "MiB", "value": round(value)}
+        for name, value in figures.items()
+        if value is not None
     ]
 
 
@@ -84,25 +127,8 @@ def _same_first_tokens(record: Record, reference: str, engine: str) -> float | N
     pairs = [
         pair
         for number, runs in record.first[engine].items()
-        for run, tokens in runs.items()
-        for pair in zip(tokens, record.first[reference][number].get(run, []), strict=False)
+        for run, repetitions in runs.items()
+        for tokens, others in zip(repetitions, record.first[reference][number].get(run, []), strict=False)
+        for pair in zip(tokens, others, strict=True)
     ]
     return statistics.fmean(one == other for one, other in pairs) if pairs else None
-
-
-def serving_cost(made: Sequence[Row], doors: Mapping[str, str]) -> dict[int, dict[str, float]]:
-    """Share of the engine's own tokens per second that is left behind each door, by number of prompts at once.
-
-    Args:
-        made: of ``rows``.
-        doors: name of the engine alone, by the name of the same engine behind a door.
-    """
-    totals = {
-        (row["engine"], row["size"]): row["value"] for row in made if row.get("case") == "total" and "value" in row
-    }
-    shares: dict[int, dict[str, float]] = {}
-    for (engine, size), value in totals.items():
-        alone = totals.get((doors.get(engine, ""), size))
-        if alone:
-            shares.setdefault(size, {})[engine] = round(value / alone, 3)
-    return shares

@@ -1,6 +1,7 @@
-"""The results for people: a table for the terminal, the same in Markdown."""
+"""The results for people: tables for the terminal, the same in Markdown."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,23 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 from rich.table import Table
 
+from bench import compare
+
 TEMPLATE = "results.md.jinja"
-PIPE_WIDTH = 200
+PIPE_WIDTH = 300
 
 Row = dict[str, Any]
 Column = tuple[str, int | None]
 
-ORDER = ("decode", "total", "prefill", "ttft_cold", "ttft_warm", "shared", "peak_rss", "same_first_token")
+MEMORY = ("kv_memory", "loaded_rss", "peak_rss")
+ORDER = ("decode", "total", "prefill", "ttft_cold", "ttft_warm", "shared", *MEMORY, "same_first_token")
 TITLES = {"ttft_cold": "TTFT cold, ms", "ttft_warm": "TTFT warm, ms", "shared": "sharing a prefix"}
-EXTRA_TITLES = {"peak_rss": "peak RSS, MiB", "same_first_token": "same first token"}
+EXTRA_TITLES = {
+    "kv_memory": "memory for keys and values, MiB",
+    "loaded_rss": "RSS when loaded, MiB",
+    "peak_rss": "peak RSS, MiB",
+    "same_first_token": "same first token",
+}
 
 
 def columns(made: Sequence[Row]) -> list[Column]:
@@ -48,7 +57,7 @@ def _text(row: Row) -> str:
         return "-"
     if row["case"] == "same_first_token":
         return f"{row['value']:.1%}"
-    value = f"{row['value']:,.1f}" if row["value"] < 100 and row["case"] != "peak_rss" else f"{row['value']:,.0f}"
+    value = f"{row['value']:,.1f}" if row["value"] < 100 and row["unit"] != "MiB" else f"{row['value']:,.0f}"
     return f"{value} ({row['of_floor']:.0%})" if "of_floor" in row else value
 
 
@@ -57,13 +66,84 @@ def absences(made: Sequence[Row]) -> dict[str, str]:
     return {row["engine"]: row["absent"] for row in made if "absent" in row}
 
 
-def show(made: Sequence[Row], console: Console) -> None:
-    """Print the table: tokens per second and milliseconds, in brackets the share of the floor."""
+@dataclass(frozen=True)
+class Comparison:
+    """A table of ratios.
+
+    Attributes:
+        title: says what is compared.
+        header: of the columns.
+        lines: of cells.
+    """
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+
+
+def comparison_tables(compared: Sequence[Row]) -> list[Comparison]:
+    """Of ``compare.comparisons``: one for each thing that is compared, if there is anything."""
+    peers = [row for row in compared if row["what"] == compare.PEERS]
+    best = [row for row in peers if row.get("best")]
+    tables = [
+        _matrix(f"{compare.ALONE} against", [row for row in peers if not row.get("best")], "against"),
+        _list(f"{compare.ALONE} against the best peer with bf16 weights", best),
+        _list("The best of kvloom against the best peer, whatever the weights", _of(compared, compare.BEST)),
+        _list("The best of kvloom against llama.cpp on the default file", _of(compared, compare.DEFAULT_FILE)),
+        _matrix("Behind a door against the engine alone", _of(compared, compare.DOOR), "engine"),
+    ]
+    more = _of(compared, compare.MORE)
+    if more:
+        tables.append(_matrix(f"Total with more streams against {more[0]['than']}", more, "engine"))
+    return [table for table in tables if table.lines]
+
+
+def _of(compared: Sequence[Row], what: str) -> list[Row]:
+    return [row for row in compared if row["what"] == what]
+
+
+def _matrix(title_of_all: str, compared: Sequence[Row], key: str) -> Comparison:
+    """A line for each engine, a column for each case."""
+    wanted = columns(compared)
+    cells = {(row[key], (row["case"], row["size"])): ratio(row) for row in compared}
+    lines = [
+        [name, *(cells.get((name, column), "-") for column in wanted)]
+        for name in dict.fromkeys(row[key] for row in compared)
+    ]
+    return Comparison(title_of_all, ["", *map(_short_title, wanted)], lines)
+
+
+def _list(title_of_all: str, compared: Sequence[Row]) -> Comparison:
+    """A line for each case."""
+    lines = [
+        [_short_title((row["case"], row["size"])), row["engine"], row["against"], ratio(row)]
+        for row in sorted(compared, key=lambda row: (ORDER.index(row["case"]), row["size"] or 0))
+    ]
+    return Comparison(title_of_all, ["case", "kvloom", "peer", "ratio (rounds)"], lines)
+
+
+def _short_title(column: Column) -> str:
+    return title(column).split(",")[0]
+
+
+def ratio(row: Row) -> str:
+    """That of the medians, in brackets the least and the most of the rounds."""
+    rounds = row["rounds"]
+    return f"{row['ratio']:.2f}" + (f" ({rounds[0]:.2f}-{rounds[1]:.2f})" if rounds else "")
+
+
+def show(made: Sequence[Row], compared: Sequence[Row], console: Console) -> None:
+    """Print the tables: tokens per second and milliseconds, in brackets the share of the floor; ratios."""
     wanted = columns(made)
     table = Table("engine", *map(title, wanted))
     for engine, line in cells(made).items():
         table.add_row(engine, *(line.get(column, "") for column in wanted))
     console.print(table)
+    for comparison in comparison_tables(compared):
+        table = Table(*comparison.header, title=comparison.title)
+        for cells_of_line in comparison.lines:
+            table.add_row(*cells_of_line)
+        console.print(table)
     for engine, why in absences(made).items():
         console.print(f"{engine}: {why}", markup=False)
 
@@ -78,9 +158,9 @@ def show_profile(made: Sequence[Row], console: Console) -> None:
 
 
 def warn(unsteady: Sequence[str], console: Console) -> None:
-    """Say that the machine was not the same before and after."""
+    """Say that the machine was not the same all the time."""
     for what in unsteady:
-        console.print(f"the machine was busy with something else, distrust these figures: {what}", markup=False)
+        console.print(f"the machine changed while it was measured, see the rounds' own ratios: {what}", markup=False)
 
 
 def console() -> Console:
@@ -89,16 +169,21 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def markdown(meta: Mapping[str, Any], made: Sequence[Row]) -> str:
+def markdown(meta: Mapping[str, Any], made: Sequence[Row], compared: Sequence[Row]) -> str:
     """The results file."""
     wanted = columns(made)
-    cost: Mapping[int, Mapping[str, float]] = meta["serving_cost"]
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, autoescape=False)
-    return environment.get_template(TEMPLATE).render(
+    return render(
+        TEMPLATE,
         meta=meta,
         titles=list(map(title, wanted)),
         lines={engine: [line.get(column, "") for column in wanted] for engine, line in cells(made).items()},
         absences=absences(made),
         skipped=dict.fromkeys((row["engine"], row["skipped"]) for row in made if "skipped" in row),
-        doors=dict.fromkeys(door for shares in cost.values() for door in shares),
+        comparisons=comparison_tables(compared),
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this folder."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, autoescape=False)
+    return environment.get_template(template).render(**values)

@@ -1,7 +1,8 @@
-"""kvloom in Triton, asked over gRPC: `llm`, a response per token."""
+"""kvloom in Triton, asked over gRPC: `llm`, a response per token or not more often than ``stream_interval_ms``."""
 
 import asyncio
 from importlib.metadata import version
+from typing import Any
 
 from bench.engines.protocol import Prompts, serve
 from kvloom.launch import Server
@@ -12,8 +13,9 @@ from kvloom_client import AsyncClient
 class Grpc:
     """A server, and a client in this process."""
 
-    def __init__(self, model: str, settings: dict[str, str]):
-        self.server = Server.start(ModelRepository({"model": model, **settings}), exit_timeout_s=5)
+    def __init__(self, model: str, options: dict[str, Any]):
+        self.interval_ms = options.pop("stream_interval_ms", 0)
+        self.server = Server.start(ModelRepository({"model": model, **options}), exit_timeout_s=5)
         self.versions = {name: version(name) for name in ("kvloom", "torch", "nvidia-pytriton")}
         self.pid = self.server.process.pid
 
@@ -21,7 +23,13 @@ class Grpc:
         """See ``Engine``."""
 
         async def one(client: AsyncClient, prompt: list[int]) -> list[int]:
-            stream = client.stream(input_ids=prompt, temperature=0.0, max_tokens=new, ignore_eos=True)
+            stream = client.stream(
+                input_ids=prompt,
+                temperature=0.0,
+                max_tokens=new,
+                ignore_eos=True,
+                stream_interval_ms=self.interval_ms,
+            )
             return [token async for chunk in stream for token in chunk.token_ids]
 
         async def all_of_them() -> list[list[int]]:

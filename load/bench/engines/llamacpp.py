@@ -13,7 +13,6 @@ from typing import Any
 from bench.engines.protocol import Prompts, serve
 
 START_S = 60.0
-SLOTS = 64
 
 
 class LlamaServer:
@@ -26,8 +25,10 @@ class LlamaServer:
             self.port = probe.getsockname()[1]
         threads = str(os.cpu_count() or 1)
         command = [str(binary), "-m", model, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(options["kv_tokens"]), "--kv-unified"]
-        command += ["-fa", "on", *options["arguments"]]
+        command += ["-t", threads, "-tb", threads, "-fa", "on"]
+        slots = options["slots"]
+        # a cache for each slot: with one for all, every query looks at every sequence's keys
+        command += ["-np", str(slots), "-c", str(slots * options["slot_tokens"]), "--no-kv-unified"]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.pid = self.process.pid
         self.versions = {"llama.cpp": _version(binary)}

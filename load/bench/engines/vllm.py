@@ -59,6 +59,8 @@ def environment(kv_gib: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        # this version can't read what it kept of an earlier compilation, and would compile at every start
+        "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
     }
 

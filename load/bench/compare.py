@@ -1,0 +1,100 @@
+"""Engines against each other, from the rows of bench.json: above 1, the first one is better.
+
+A ratio is that of the medians. With it go the least and the most of the rounds' own ratios; where the two engines were
+in memory together, those are of cases that both did within seconds of each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.variants import ALONE, DOORS, OWN_NAME
+
+Row = dict[str, Any]
+
+PEERS, BEST, DEFAULT_FILE, DOOR, MORE = (
+    "bf16 against peers",
+    "best against best",
+    "default file",
+    "doors",
+    "more streams",
+)
+"""What is compared; see ``comparisons``."""
+
+LLAMACPP_DEFAULT_FILE = "llama.cpp Q4_1"
+IN_PROCESS_NAME = " in-process"
+
+
+def comparisons(made: Sequence[Row]) -> list[Row]:
+    """A row for each comparison and case.
+
+    - PEERS: kvloom's bf16 against every peer's, and against the best of them in each case.
+    - BEST: kvloom's best setting against the best peer, whatever the weights.
+    - DEFAULT_FILE: kvloom's best setting against llama.cpp, which takes the 4-bit default file as it is.
+    - DOOR: through a door against the engine alone.
+    - MORE: kvloom's settings, with the most streams against the most but one.
+    """
+    by_case: dict[tuple[str, int | None], dict[str, Row]] = {}
+    for row in made:
+        if "value" in row and row["case"] in COMPARED and not row["engine"].startswith("floor "):
+            by_case.setdefault((row["case"], row["size"]), {})[row["engine"]] = row
+    return [row for here in by_case.values() for row in _of_case(here)] + list(_more(by_case))
+
+
+COMPARED = ("decode", "total", "prefill", "ttft_cold", "ttft_warm", "shared", "peak_rss")
+
+
+def _of_case(here: dict[str, Row]) -> Iterator[Row]:
+    own = {name: row for name, row in here.items() if name.startswith(OWN_NAME)}
+    inside = {name: row for name, row in own.items() if name.endswith(IN_PROCESS_NAME)}
+    peers = {name: row for name, row in here.items() if name not in own}
+    alone = own.get(ALONE)
+    if alone is not None:
+        alike = [row for row in peers.values() if row["precision"] == alone["precision"]]
+        for row in alike:
+            yield _ratio(PEERS, alone, row)
+        if alike:
+            yield {**_ratio(PEERS, alone, _best(alike)), "best": True}
+        # memory of a server is not that of an engine
+        if alone["case"] in ("decode", "total"):
+            for door in DOORS:
+                if door in own:
+                    yield _ratio(DOOR, own[door], alone)
+    if inside and peers:
+        yield _ratio(BEST, _best(list(inside.values())), _best(list(peers.values())))
+    if inside and LLAMACPP_DEFAULT_FILE in peers:
+        yield _ratio(DEFAULT_FILE, _best(list(inside.values())), peers[LLAMACPP_DEFAULT_FILE])
+
+
+def _more(by_case: dict[tuple[str, int | None], dict[str, Row]]) -> Iterator[Row]:
+    sizes = sorted(size for case, size in by_case if case == "total" and size is not None)
+    if len(sizes) < 2:
+        return
+    most, before = by_case["total", sizes[-1]], by_case["total", sizes[-2]]
+    for name, row in most.items():
+        if name.endswith(IN_PROCESS_NAME) and name in before:
+            yield {**_ratio(MORE, row, before[name]), "than": sizes[-2]}
+
+
+def _less_is_better(row: Row) -> bool:
+    return row["unit"] in ("ms", "MiB")
+
+
+def _best(of: Sequence[Row]) -> Row:
+    return (min if _less_is_better(of[0]) else max)(of, key=lambda row: row["value"])
+
+
+def _ratio(what: str, first: Row, other: Row) -> Row:
+    def ratio(one: float, two: float) -> float:
+        return round(two / one if _less_is_better(first) else one / two, 3)
+
+    pairs = zip(first.get("rounds", ()), other.get("rounds", ()), strict=False)
+    rounds = [ratio(one, two) for one, two in pairs if one and two]
+    return {
+        "what": what,
+        "case": first["case"],
+        "size": first["size"],
+        "engine": first["engine"],
+        "against": other["engine"],
+        "ratio": ratio(first["value"], other["value"]),
+        "rounds": [min(rounds), max(rounds)] if len(rounds) > 1 else None,
+    }

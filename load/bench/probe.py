@@ -1,0 +1,135 @@
+"""Measures what the machine allows at the moment: memory bandwidth and product rates.
+
+A cloud machine is not the same from minute to minute: neighbours share its memory and its clock. So it is measured
+again and again while a benchmark runs, each time within a second, and every figure is held against its own floor.
+"""
+
+import json
+import mmap
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.floors import Machine
+
+READ_BYTES = 2**29
+"""Many times the caches."""
+
+SIDE = 2048
+"""Rows and columns of the matrices: too many for the caches' sizes to matter."""
+
+READS = 3
+"""Of the memory, for each repetition of the products."""
+
+UNSTEADY = 0.15
+"""Share by which a quiet machine's rates do not change."""
+
+
+class Probe:
+    """A process that measures when it is asked. A context manager that ends it.
+
+    It is not this one: OpenMP keeps workers for every thread that ever computed, who would share the engines' cores.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.probe"],
+            cwd=Path(__file__).parents[1],  # where Python finds bench
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, repeats: int = 5) -> Machine:
+        """Best of so many repetitions, of each rate; about a second."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(repeats, file=self._process.stdin, flush=True)
+        return Machine(**json.loads(self._process.stdout.readline()))
+
+    def __enter__(self) -> "Probe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+def best(machines: Sequence[Machine]) -> Machine:
+    """Of each rate."""
+    return _each(max, machines)
+
+
+def median(machines: Sequence[Machine]) -> Machine:
+    """Of each rate."""
+    return _each(statistics.median, machines)
+
+
+def _each(of: Callable[[Iterable[float]], float], machines: Sequence[Machine]) -> Machine:
+    names = machines[0].operations
+    return Machine(
+        bytes_per_s=of([machine.bytes_per_s for machine in machines]),
+        operations={name: of([machine.operations[name] for machine in machines]) for name in names},
+    )
+
+
+def spread(machines: Sequence[Machine]) -> dict[str, list[float]]:
+    """Least, median and most of each rate, 10^9 a second; what is read from memory is ``memory``."""
+    rates = {"memory": [machine.bytes_per_s for machine in machines]}
+    rates |= {name: [machine.operations[name] for machine in machines] for name in machines[0].operations}
+    return {
+        name: [round(rate / 1e9, 1) for rate in (min(of), statistics.median(of), max(of))] for name, of in rates.items()
+    }
+
+
+def unsteady(machines: Sequence[Machine]) -> list[str]:
+    """What changed by more than ``UNSTEADY`` between measurements: figures of different moments do not compare."""
+    return [
+        f"{name}: {least:,.1f} to {most:,.1f} (10^9/s)"
+        for name, (least, _, most) in spread(machines).items()
+        if most - least > UNSTEADY * most
+    ]
+
+
+def _rates() -> dict[str, tuple[float, Callable[[], object]]]:
+    """For each rate what is done, and how much of it that is."""
+    # huge pages, as engines that care for speed read their weights
+    pages = mmap.mmap(-1, READ_BYTES)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    numbers = torch.frombuffer(pages, dtype=torch.float32)
+    # no two pages alike: a virtual machine's host may keep equal ones once
+    torch.arange(len(numbers), out=numbers)
+    rates: dict[str, tuple[float, Callable[[], object]]] = {"memory": (READ_BYTES, numbers.sum)}
+    operations = 2 * SIDE**3
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        left, right = torch.randn(2, SIDE, SIDE).to(dtype).unbind()
+        rates[name] = (operations, partial(torch.mm, left, right))
+    left, right = torch.randint(-127, 128, (2, SIDE, SIDE), dtype=torch.int8).unbind()
+    rates["int8"] = (operations, partial(torch._int_mm, left, right))
+    return rates
+
+
+def _serve() -> None:
+    """Measure for every number of repetitions that comes in."""
+    rates = _rates()
+    for line in sys.stdin:
+        seconds: dict[str, list[float]] = {name: [] for name in rates}
+        for _ in range(int(line)):
+            # in turns: what disturbs for a moment disturbs one repetition of each
+            for name, (_, what) in rates.items():
+                for _ in range(READS if name == "memory" else 1):
+                    begin = time.perf_counter()
+                    what()
+                    seconds[name].append(time.perf_counter() - begin)
+        measured = {name: amount / min(seconds[name]) for name, (amount, _) in rates.items()}
+        machine = Machine(bytes_per_s=measured.pop("memory"), operations=measured)
+        print(json.dumps(asdict(machine)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
