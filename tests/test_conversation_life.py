@@ -12,6 +12,7 @@ from engine_driver import Answer
 from kvloom import turns as turns_module
 from kvloom.conversations import Conversations, Turn
 from kvloom.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvloom.lifecycle import Lifecycle
 from kvloom.request import Delta, FinishReason, Request, Sampled, SamplingParams, Sequence
 from kvloom.turns import Turns
 from talks import Triton
@@ -30,7 +31,8 @@ class Seats(Rig):
         super().__init__(**sizes)
         self.triton = Triton()
         self.register = Conversations(most, IDLE_S)
-        self.turns = Turns(self, self.scheduler, None, 10_000, self.register, self.triton, None)
+        lifecycle = Lifecycle(self.scheduler, self.register, self.triton, None)
+        self.turns = Turns(self, self.scheduler, None, 10_000, lifecycle)
         self.full = False
         self._sinks: dict[Sequence, object] = {}
         self._failing = False
@@ -177,17 +179,17 @@ class Life(RuleBasedStateMachine):
         ended = []
         if conversation is None:
             with pytest.raises(NotFound):
-                self.seats.turns.end(name, lambda: None)
+                self.seats.turns.lifecycle.end(name, lambda: None)
         else:
             busy = conversation.busy
-            self.seats.turns.end(name, lambda: ended.append(name))
+            self.seats.turns.lifecycle.end(name, lambda: ended.append(name))
             assert bool(ended) != busy
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def wait(self, seconds):
         self.clock.now += seconds
         idle = {conversation: conversation.last_used for conversation in self.seats.register._idle}
-        self.seats.turns.expire(self.clock.now)
+        self.seats.turns.lifecycle.expire(self.clock.now)
         for conversation, last_used in idle.items():
             gone = self.seats.register.get(conversation.id) is not conversation
             assert gone == (last_used + IDLE_S <= self.clock.now)
@@ -228,8 +230,8 @@ class Life(RuleBasedStateMachine):
                 answer.assert_one_final()
             self.each_turn_was_fed_the_history_before_it()
             for conversation in list(self.seats.register):
-                self.seats.turns.end(conversation.id, lambda: None)
-            assert self.seats.turns.live == self.seats.cache.used == self.seats.host.used == 0
+                self.seats.turns.lifecycle.end(conversation.id, lambda: None)
+            assert len(self.seats.register) == self.seats.cache.used == self.seats.host.used == 0
         finally:
             for patch in self.patches:
                 patch.stop()
@@ -285,7 +287,7 @@ def test_one_plan_reads_a_host_block_and_needs_another():
     seats = seats_with_conversations(4, 6, blocks=6, host=2)
     held = [seats.register.get(number).held for number in range(4)]
     assert [len(one.host_blocks) for one in held] == [2, 0, 0, 0]
-    seats.turns.end(3, lambda: None)
+    seats.turns.lifecycle.end(3, lambda: None)
     # the first comes back, and the next needs what the second has
     seats.turns.submit(turn(0, 1, 5))
     seats.turns.submit(turn(9, 6, 6, start=True))

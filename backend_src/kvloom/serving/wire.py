@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from kvloom.admission import Limits
 from kvloom.chat import Message, parse_messages
-from kvloom.engine import Limits
 from kvloom.errors import InvalidArgument
 from kvloom.request import Delta, Request, Sequence
 from kvloom.serving.fields import Inputs, flag, many, one, returned
