@@ -101,6 +101,10 @@ class Rig:
         self.scheduler.check()
         for sequence in self.scheduler.running:
             self._read(sequence, sequence.computed)
+        waiting = self.scheduler._found_for
+        if waiting is not None:
+            anew = self.cache.find(waiting.namespace, waiting.tokens)
+            assert self.cache.find(waiting.namespace, waiting.tokens, self.scheduler._found) == anew
 
     @staticmethod
     def next_token(sequence: Sequence) -> int:
@@ -109,6 +113,7 @@ class Rig:
 
     def _moved(self) -> Plan:
         plan = self.scheduler.plan()
+        assert {piece.sequence for piece in plan.slices} == set(self.scheduler.running), "who runs is in every step"
         for block, host_block in plan.swap_out:
             self._host_memory[host_block] = list(self._device_memory[block])
         for host_block, block in plan.swap_in:

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from unittest import mock
 
 import pytest
 
@@ -440,6 +441,28 @@ def loaded(waiting: int, fits: bool) -> Rig:
         request = Request(id="", prompt_ids=(number, 1, 2), params=SamplingParams(), arrival=1.0, priority=number % 3)
         rig.scheduler.add(Sequence(request))
     return rig
+
+
+def test_who_waits_is_not_looked_up_anew_in_every_step():
+    rig = Rig(blocks=200, max_batch_tokens=1000)
+    known = unlike(100 * BLOCK)
+    first = rig.add(known)
+    rig.step()
+    rig.remove(first)
+    running = rig.add(unlike(90 * BLOCK))
+    rig.step()
+    late = rig.add([*known, *range(50 * BLOCK)])
+    with mock.patch.object(rig.cache, "_key", wraps=rig.cache._key) as key:
+        rig.step()
+        assert key.call_count > 100
+        key.reset_mock()
+        with mock.patch.object(rig, "check"):
+            for _ in range(5):
+                rig.step()
+        assert key.call_count <= 2 * 5, "blocks that were found before are looked up again"
+    rig.remove(running)
+    rig.step()
+    assert late.cached == 100 * BLOCK
 
 
 @pytest.mark.parametrize("fits", [True, False])
