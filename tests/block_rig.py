@@ -1,5 +1,6 @@
 """Scheduler and pools without a model: memory is simulated, and every read is checked against what should be there."""
 
+import itertools
 import random
 from collections.abc import Iterable
 
@@ -12,6 +13,17 @@ BLOCK = 4
 ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)
 NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
 GARBAGE = -1
+
+_first_tokens = itertools.count(1000)
+
+
+def unlike(length: int) -> list[int]:
+    """A prompt that shares nothing with any other."""
+    return [next(_first_tokens), *range(1, length)]
+
+
+def counts(plan: Plan) -> dict[Sequence, int]:
+    return {piece.sequence: piece.count for piece in plan.slices}
 
 
 class Clock:
