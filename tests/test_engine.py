@@ -55,10 +55,13 @@ def test_an_answer_whose_blocks_are_lost_ends_once_and_the_engine_goes_on(model,
 def test_who_could_not_be_taken_out_is_taken_out_afterwards(model, prompts, expected):
     driver = Driver(model)
     _, answer = driver.submit(prompts[1], max_tokens=5)
+    others = [driver.submit(prompts[2], max_tokens=40)[1] for _ in range(2)]
     with mock.patch.object(driver.engine._scheduler, "remove", side_effect=ValueError("a fault")):
         with pytest.raises(ValueError, match="a fault"):
             driver.run()
-    assert str(answer.error) == "INTERNAL: the answer could not be ended"
+        assert str(answer.error) == "INTERNAL: the answer could not be ended"
+        driver.engine.fail_all(Internal("the engine failed"))
+        assert [str(other.error) for other in others] == ["INTERNAL: the answer could not be ended"] * 2
     driver.engine.recover(Internal("the engine failed"))
     assert len(answer) == 5
     assert driver.answer(prompts[2], max_tokens=40).ids == expected[2][0]

@@ -163,7 +163,10 @@ class Engine:
         """End every answer with ``error``."""
         self.turns.fail_queued(error)
         for sequence in list(self._answers):
-            self._end(sequence, error=error)
+            try:
+                self._end(sequence, error=error)
+            except Exception:  # noqa: BLE001 the others are to end, too
+                log.exception("request %s has ended with a fault", sequence.request.id)
 
     def recover(self, error: RequestError) -> None:
         """After a fault outside of a step: end every answer, and trust nothing that was computed.
