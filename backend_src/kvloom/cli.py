@@ -14,8 +14,6 @@ from kvloom.interrupts import Interrupts
 from kvloom.ports import HOST, Ports
 
 if TYPE_CHECKING:
-    from click import Context, HelpFormatter
-
     from kvloom.repository import ModelRepository
     from kvloom_client import Client
 
@@ -51,7 +49,7 @@ ENDPOINTS = ("http", "grpc", "metrics", "health")
 class ListsSettings(TyperCommand):
     """A command with ``--set``, whose help ends with the names of the settings."""
 
-    def format_help(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         from kvloom.config import Settings
 
