@@ -1,5 +1,6 @@
 """Scheduler and pools without a model: memory is simulated, and every read is checked against what should be there."""
 
+import itertools
 import random
 from collections.abc import Iterable
 
@@ -12,6 +13,17 @@ BLOCK = 4
 ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)
 NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
 GARBAGE = -1
+
+_first_tokens = itertools.count(1000)
+
+
+def unlike(length: int) -> list[int]:
+    """A prompt that shares nothing with any other."""
+    return [next(_first_tokens), *range(1, length)]
+
+
+def counts(plan: Plan) -> dict[Sequence, int]:
+    return {piece.sequence: piece.count for piece in plan.slices}
 
 
 class Clock:
@@ -101,6 +113,10 @@ class Rig:
         self.scheduler.check()
         for sequence in self.scheduler.running:
             self._read(sequence, sequence.computed)
+        waiting = self.scheduler._found_for
+        if waiting is not None:
+            anew = self.cache.find(waiting.namespace, waiting.tokens)
+            assert self.cache.find(waiting.namespace, waiting.tokens, self.scheduler._found) == anew
 
     @staticmethod
     def next_token(sequence: Sequence) -> int:
@@ -109,6 +125,7 @@ class Rig:
 
     def _moved(self) -> Plan:
         plan = self.scheduler.plan()
+        assert {piece.sequence for piece in plan.slices} == set(self.scheduler.running), "who runs is in every step"
         for block, host_block in plan.swap_out:
             self._host_memory[host_block] = list(self._device_memory[block])
         for host_block, block in plan.swap_in:

@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -7,6 +8,9 @@ from kvloom.launch import Server
 from kvloom.repository import ModelRepository
 from kvloom_client import Client
 from server import SETTINGS
+
+if TYPE_CHECKING:
+    from tiny_server import Tiny
 
 
 def pytest_configure() -> None:
@@ -24,3 +28,11 @@ def server() -> Iterator[Server]:
 def client(server: Server) -> Iterator[Client]:
     with Client(server.grpc_url) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
+    # not at the top: it brings transformers, which most tests do without
+    from tiny_server import Tiny
+
+    return Tiny(tmp_path_factory.mktemp("tiny") / "model")

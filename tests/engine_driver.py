@@ -6,8 +6,8 @@ from pathlib import Path
 from kvloom.assemble import assemble
 from kvloom.config import Settings
 from kvloom.errors import RequestError
+from kvloom.lifecycle import Triton
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
-from kvloom.turns import Triton
 
 REQUEST_FIELDS = {"arrival", "logprobs", "deadline", "priority", "cache_salt", "retain_s"}
 

@@ -1,43 +1,30 @@
-"""The prefix cache, retained prompts, priorities, queue limits, swapping and metrics, as a server's users see them."""
+"""The prefix cache, retained prompts, swapping, endings and metrics, as a server's users see them."""
 
 import itertools
 import random
-import re
 import statistics
 import time
 import urllib.request
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import pytest
-from tokenizers import Tokenizer
-from tritonclient.grpc import service_pb2_grpc
 
 from kvloom.errors import LaunchError, SettingsError
 from kvloom.launch import Server
-from kvloom.ops.linear_float import kernel_rows
 from kvloom.repository import ModelRepository
-from kvloom_client import Answer, Client, InvalidArgument, RequestFailed, Unavailable, wire
+from kvloom_client import Answer, Client, InvalidArgument, Unavailable
 from kvloom_client.answer import join
-from kvloom_client.request import build_request
+from many_endings import nothing_is_left
 from server import SETTINGS, assert_idle, canary, metrics
-from tiny_models import EOS
-from tiny_server import BLOCK, GREEDY, Tiny, ask, blocks, found, stub, tokens
+from test_metrics import TYPES
+from tiny_server import BLOCK, GREEDY, ask, blocks, counted, found, request, tokens
 
 POOL = 64
 RETAINED = 16
 BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4
 """Of the tiny model: layers, keys and values, KV heads, head_dim, tokens, bytes."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Tiny:
-    return Tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +38,6 @@ def small(tiny) -> Iterator[Server]:
 def plain(tiny) -> Iterator[Server]:
     with tiny.serve(prefix_cache="false") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def one_slot(tiny) -> Iterator[Server]:
-    """One request runs at a time, and the others wait for two seconds at most."""
-    with tiny.serve(max_running=1, queue_timeout_ms=2000) as server:
-        yield server
-
-
-def request(seed: int, length: int = 100, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
-    return {"input_ids": tokens(seed, length), "max_tokens": max_tokens, **GREEDY, **more}
-
-
-def counted(server: Server, act: Callable[[], Any]) -> Counter[str]:
-    """What ``act`` adds to an idle server's metrics."""
-    assert_idle(server)
-    before = metrics(server)
-    act()
-    assert_idle(server)
-    return Counter({name: value - before.get(name, 0) for name, value in metrics(server).items()})
 
 
 # what was found in the cache
@@ -227,96 +194,6 @@ def test_retaining_needs_the_prefix_cache(tiny):
             pass
 
 
-# priority, queue_timeout_ms, deadline_ms, cancel: what waits
-
-
-class Busy:
-    """The one slot of a server is taken by a long answer."""
-
-    def __init__(self, server: Server):
-        self._server = server
-
-    def __enter__(self) -> "Busy":
-        self._client = Client(self._server.grpc_url)
-        self.stream = self._client.stream(**request(30, max_tokens=3900), cache_salt=uuid.uuid4().hex)
-        next(self.stream)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.cancel()
-        self._client.close()
-
-
-def until_waiting(server: Server, count: int) -> None:
-    deadline = time.monotonic() + 5
-    while metrics(server)["kvloom_requests_waiting"] != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_higher_priorities_run_first_and_equal_ones_in_order(tiny):
-    order: list[int] = []
-    priorities = [0, 1, -3, 5, 1, 0]
-
-    def one(number: int) -> None:
-        client.generate(**request(31 + number, max_tokens=20), priority=priorities[number], timeout=60)
-        order.append(number)
-
-    with tiny.serve(max_running=1) as server, tiny.client(server) as client:
-        with ThreadPoolExecutor(len(priorities)) as pool:
-            with Busy(server):
-                for number in range(len(priorities)):
-                    pool.submit(one, number)
-                    until_waiting(server, number + 1)
-        assert order == [3, 1, 4, 0, 5, 2]
-
-
-def timed(pool: ThreadPoolExecutor, act: Callable[[], Any]) -> Future[tuple[Any, float]]:
-    """Run ``act`` in another thread; its result, or what it raised, and how many seconds it took."""
-
-    def run() -> tuple[Any, float]:
-        begun = time.monotonic()
-        try:
-            return act(), time.monotonic() - begun
-        except RequestFailed as error:
-            return error, time.monotonic() - begun
-
-    return pool.submit(run)
-
-
-def named(server: Server, conversation: str, **arguments: Any) -> Answer:
-    """An answer whose conversation has a name, so that it can be cancelled by it."""
-    message = wire.encode_request(build_request(stream=True, **arguments))
-    message.parameters["sequence_id"].string_param = conversation
-    with grpc.insecure_channel(server.grpc_url) as channel:
-        replies = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter((message,)), timeout=60)
-        received = [wire.decode_response(reply) for reply in replies]
-    assert [reply.final for reply in received] == [False] * (len(received) - 1) + [True]
-    return join([reply.chunk for reply in received if reply.chunk is not None])
-
-
-def test_what_waits_ends_on_time_though_a_long_answer_runs(tiny, one_slot):
-    with tiny.client(one_slot) as client, ThreadPoolExecutor(3) as pool:
-        with Busy(one_slot) as busy:
-            overdue = timed(pool, lambda: client.generate(**request(40)))
-            late = timed(pool, lambda: client.generate(**request(41), deadline_ms=700))
-            cancelled = timed(pool, lambda: named(one_slot, "waiting", **request(42)))
-            until_waiting(one_slot, 3)
-            sent = time.monotonic()
-            assert client.control("cancel", conversation="waiting")["ok"]
-            answer, _ = cancelled.result()
-            assert time.monotonic() - sent < 0.5
-            assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), "cancelled")
-            answer, seconds = late.result()
-            assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), "deadline")
-            assert 0.7 <= seconds < 1.2
-            error, seconds = overdue.result()
-            assert isinstance(error, Unavailable)
-            assert error.text.startswith("UNAVAILABLE: queue_timeout_ms")
-            assert 2 <= seconds < 2.5
-            assert next(busy.stream).token_ids, "the long answer runs on"
-
-
 # a pool that is too small for the load
 
 
@@ -376,70 +253,6 @@ def test_half_the_pool_keeps_most_of_the_speed_full(swap_memory):
 
 # many requests, many endings
 
-ENDINGS = ("stop", "length", "eos", "error", "cancel", "disconnect", "deadline")
-
-
-def end(tiny: Tiny, server: Server, client: Client, number: int) -> str:
-    """One request that ends in one of these ways; how it ended."""
-    how = ENDINGS[number % len(ENDINGS)]
-    rng = random.Random(number)
-    asked = request(number, length=rng.randint(1, 150), max_tokens=rng.randint(1, 60))
-    leaver = Client(server.grpc_url) if how == "disconnect" else client
-    if how == "stop":
-        letter = Tokenizer.from_file(str(tiny.folder / "tokenizer.json")).token_to_id("a")
-        asked |= {"logit_bias": {str(letter): 100.0}, "stop": "aaa", "max_tokens": 40}
-    elif how == "eos":
-        asked |= {
-            "logit_bias": {str(EOS): 100.0},
-            "min_tokens": rng.randrange(9),
-            "max_tokens": 40,
-            "ignore_eos": False,
-        }
-    elif how == "error":
-        asked |= {"request_id": f"test-fail-{number}", "max_tokens": 40}
-    elif how in ("cancel", "disconnect", "deadline"):
-        asked["max_tokens"] = 800
-    if how == "deadline":
-        asked["deadline_ms"] = rng.randint(1, 200)
-    stream = leaver.stream(**asked, timeout=120)
-    try:
-        chunks = []
-        for chunk in stream:
-            chunks.append(chunk)
-            if len(chunks) == 5 and how in ("cancel", "disconnect"):
-                stream.cancel()
-                if how == "disconnect":
-                    leaver.close()
-        return "left" if stream.cancelled else str(chunks[-1].finish_reason)
-    except RequestFailed as error:
-        assert error.text.startswith("INTERNAL: test_fail_after_tokens"), error.text
-        return "error"
-
-
-def nothing_is_left(tiny: Tiny, server: Server, count: int) -> None:
-    """After a warm-up, so many requests take no memory, blocks or threads for good."""
-    llm, generate = stub(server), stub(server, "generate")
-    with tiny.client(server) as client, ThreadPoolExecutor(16) as pool:
-        # oneDNN keeps its kernel for every size of a step
-        ask(client, [request(size, length=size, max_tokens=1) for size in {kernel_rows(n) for n in range(1, 513)}], 1)
-
-        def run(numbers: range) -> tuple[int, int, int]:
-            ended = Counter(pool.map(lambda number: end(tiny, server, client, number), numbers))
-            each = len(numbers) // len(ENDINGS)
-            assert ended["stop"] >= 2 * each
-            assert ended["left"] >= 2 * each
-            assert ended["error"] >= each
-            assert ended["deadline"] >= each * 0.8
-            left = blocks(server)
-            assert (left["used"], left["swapped"]) == (0, 0)
-            return llm.memory_info().rss, llm.num_threads(), generate.num_threads()
-
-        rss, *threads = run(range(70))
-        rss_after, *threads_after = run(range(70, 70 + count))
-        print(f"{rss / 2**20:.1f} MiB before, {rss_after / 2**20:.1f} MiB after {count} requests")
-        assert threads_after == threads
-        assert rss_after < rss * 1.05
-
 
 def test_many_endings_leave_nothing(tiny, small):
     nothing_is_left(tiny, small, 300)
@@ -451,26 +264,6 @@ def test_many_endings_leave_nothing_full(tiny, small):
 
 
 # metrics
-
-TYPES = {
-    "kvloom_requests_running": "gauge",
-    "kvloom_requests_waiting": "gauge",
-    "kvloom_conversations": "gauge",
-    "kvloom_blocks": "gauge",
-    "kvloom_prefix_tokens_queried_total": "counter",
-    "kvloom_prefix_tokens_hit_total": "counter",
-    "kvloom_preemptions_total": "counter",
-    "kvloom_evicted_blocks_total": "counter",
-    "kvloom_tokens_total": "counter",
-    "kvloom_requests_finished_total": "counter",
-    "kvloom_ttft_seconds": "histogram",
-    "kvloom_inter_token_seconds": "histogram",
-    "kvloom_e2e_seconds": "histogram",
-    "kvloom_queue_seconds": "histogram",
-    "kvloom_step_seconds": "histogram",
-    "kvloom_step_tokens": "histogram",
-    "kvloom_step_sequences": "histogram",
-}
 
 
 def test_every_metric_is_there_with_its_type(tiny, small):
@@ -486,12 +279,6 @@ def test_every_metric_is_there_with_its_type(tiny, small):
     for mode in ("swap", "recompute"):
         assert f'kvloom_preemptions_total{{mode="{mode}"}}' in names
     assert 'kvloom_evicted_blocks_total{policy="full"}' in names
-
-
-def test_the_readme_has_every_metric():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    rows = re.findall(r"^\| `(kvloom_\w+)(?:{\w+})?` \| (\w+) \|", readme, re.MULTILINE)
-    assert dict(rows) == TYPES
 
 
 def test_metrics_count_what_happened(tiny, small):

@@ -1,19 +1,18 @@
 """Turns in whatever order: each is fed the history of its conversation, reads its own content only, and ends once."""
 
-from unittest import mock
-
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule
 
-from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Clock, Rig
+from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
 from engine_driver import Answer
-from kvloom import turns as turns_module
+from kvloom import turns
 from kvloom.conversations import Conversations, Turn
 from kvloom.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvloom.lifecycle import Lifecycle
 from kvloom.request import Delta, FinishReason, Request, Sampled, SamplingParams, Sequence
 from kvloom.turns import Turns
+from life import LifeMachine, live
 from talks import Triton
 
 NAMES = [1, 2, 3, "1", "2"]
@@ -30,7 +29,8 @@ class Seats(Rig):
         super().__init__(**sizes)
         self.triton = Triton()
         self.register = Conversations(most, IDLE_S)
-        self.turns = Turns(self, self.scheduler, None, 10_000, self.register, self.triton, None)
+        lifecycle = Lifecycle(self.scheduler, self.register, self.triton, None)
+        self.turns = Turns(self, self.scheduler, None, 10_000, lifecycle)
         self.full = False
         self._sinks: dict[Sequence, object] = {}
         self._failing = False
@@ -76,7 +76,7 @@ class Seats(Rig):
             self._failing = False
 
 
-class Life(RuleBasedStateMachine):
+class Life(LifeMachine):
     """Conversations that share beginnings, on a pool that is too small for them."""
 
     @initialize(
@@ -89,11 +89,8 @@ class Life(RuleBasedStateMachine):
         most=st.sampled_from([4, 2]),
     )
     def build(self, **sizes):
-        self.clock = Clock()
-        self.patches = [mock.patch.object(module, "time", self.clock) for module in (turns_module,)]
-        for patch in self.patches:
-            patch.start()
-        self.seats = Seats(**sizes)
+        self.begin(turns)
+        self.rig = Seats(**sizes)
         # what was sent to each conversation that lives or ended with an end, in order
         self.sent: dict[object, list[Answer]] = {}
         self.everything: list[Answer] = []
@@ -101,14 +98,14 @@ class Life(RuleBasedStateMachine):
     @rule(name=IDS, ids=TOKENS, length=LENGTHS, end=st.sampled_from([False] * 5 + [True]))
     def start(self, name, ids, end, length):
         # on a live id less often than chance has it: much is lost with it
-        names = [other for other in NAMES if self.seats.register.get(other) is None]
+        names = [other for other in NAMES if self.rig.register.get(other) is None]
         self.send(names[0] if names and length != 1 else name, ids, length, True, end)
 
     @rule(turns=st.lists(st.tuples(st.integers(0, 7), TOKENS, LENGTHS, st.sampled_from([30, 0, 2])), min_size=1))
     def turn(self, turns):
         """Mostly of conversations that there are; each runs to its end before the next, or does not."""
         for number, ids, length, steps in turns:
-            names = [conversation.id for conversation in self.seats.register] or NAMES
+            names = [conversation.id for conversation in self.rig.register] or NAMES
             self.send(names[number % len(names)], ids, length, False, False)
             self.step(steps)
 
@@ -122,23 +119,23 @@ class Life(RuleBasedStateMachine):
         )
         answer = Answer()
         answer.sequence, answer.new, answer.length = Sequence(request), ids, length
-        live = self.seats.register.get(name)
-        before = {conversation: conversation.last_used for conversation in self.seats.register._idle}
+        live = self.rig.register.get(name)
+        before = {conversation: conversation.last_used for conversation in self.rig.register._idle}
         open_before = live is not None and not live.ending
-        self.seats.turns.submit(Turn(name, answer.sequence, answer.append, start, end, kv={} if start else None))
+        self.rig.turns.submit(Turn(name, answer.sequence, answer.append, start, end, kv={} if start else None))
         self.everything.append(answer)
-        conversation = self.seats.register.get(name)
+        conversation = self.rig.register.get(name)
         if answer and isinstance(answer.error, Unavailable | NotFound):
             # refused: what was there is as before
-            assert self.seats.full or start or not open_before
+            assert self.rig.full or start or not open_before
             assert end or conversation is live
             return
-        gone = [old for old in before if self.seats.register.get(old.id) is not old and old.id != name]
+        gone = [old for old in before if self.rig.register.get(old.id) is not old and old.id != name]
         assert len(gone) <= 1
         for old in gone:
             assert start
             assert before[old] == min(before.values()), "it was not the one that was used longest ago"
-            assert ("end", old.id) not in self.seats.triton.told[-1:]
+            assert ("end", old.id) not in self.rig.triton.told[-1:]
         if start:
             self.sent[conversation or answer] = [answer]
             answer.conversation = conversation
@@ -149,27 +146,27 @@ class Life(RuleBasedStateMachine):
     @rule(steps=st.sampled_from([1, 3, 20]))
     def step(self, steps):
         for _ in range(steps):
-            if not self.seats.alive:
+            if not self.rig.alive:
                 break
-            assert self.seats.step().slices, "nobody goes on"
-            for sequence in [s for s in self.seats.alive if s.generated >= s.request.params.max_tokens]:
-                self.seats.end(sequence, FinishReason.LENGTH)
+            assert self.rig.step().slices, "nobody goes on"
+            for sequence in [s for s in self.rig.alive if s.generated >= s.request.params.max_tokens]:
+                self.rig.end(sequence, FinishReason.LENGTH)
 
     @rule(data=st.data(), name=IDS, how=st.sampled_from(["fail", "cancel", "cancel", "leave", "leave", "end", "full"]))
     def disturb(self, data, name, how):
-        conversation = self.seats.register.get(name)
+        conversation = self.rig.register.get(name)
         if how == "fail":
-            self.seats.failing_step()
+            self.rig.failing_step()
         elif how == "cancel" and conversation is not None:
             running = conversation.running
-            self.seats.turns.cancel_running(name)
+            self.rig.turns.cancel_running(name)
             assert conversation.running is not running or running is None
-        elif how == "leave" and self.seats.turns._queued:
-            self.seats.turns.cancel(data.draw(st.sampled_from(list(self.seats.turns._queued))))
+        elif how == "leave" and self.rig.turns._queued:
+            self.rig.turns.cancel(data.draw(st.sampled_from(list(self.rig.turns._queued))))
         elif how == "full":
-            self.seats.full = True
+            self.rig.full = True
             self.send(name, [1], 1, data.draw(st.booleans()), False)
-            self.seats.full = False
+            self.rig.full = False
         elif how == "end":
             self.control_end(name, conversation)
 
@@ -177,30 +174,29 @@ class Life(RuleBasedStateMachine):
         ended = []
         if conversation is None:
             with pytest.raises(NotFound):
-                self.seats.turns.end(name, lambda: None)
+                self.rig.turns.lifecycle.end(name, lambda: None)
         else:
             busy = conversation.busy
-            self.seats.turns.end(name, lambda: ended.append(name))
+            self.rig.turns.lifecycle.end(name, lambda: ended.append(name))
             assert bool(ended) != busy
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def wait(self, seconds):
         self.clock.now += seconds
-        idle = {conversation: conversation.last_used for conversation in self.seats.register._idle}
-        self.seats.turns.expire(self.clock.now)
+        idle = {conversation: conversation.last_used for conversation in self.rig.register._idle}
+        self.rig.turns.lifecycle.expire(self.clock.now)
         for conversation, last_used in idle.items():
-            gone = self.seats.register.get(conversation.id) is not conversation
+            gone = self.rig.register.get(conversation.id) is not conversation
             assert gone == (last_used + IDLE_S <= self.clock.now)
 
     @invariant()
-    def everything_is_accounted_for(self):
-        if hasattr(self, "seats"):
-            self.seats.check()
-            self.seats.turns.check()
+    def turns_are_accounted_for(self):
+        if self.rig is not None:
+            self.rig.turns.check()
 
     @invariant()
     def each_turn_was_fed_the_history_before_it(self):
-        if not hasattr(self, "seats"):
+        if self.rig is None:
             return
         for answers in self.sent.values():
             history: list[int] = []
@@ -214,46 +210,27 @@ class Life(RuleBasedStateMachine):
                     assert list(answer.sequence.request.prompt_ids) == [*history, *answer.new]
                 history += [*answer.new, *answer.ids]
 
-    def teardown(self):
-        """Whoever is left ends, and nothing is held by anyone."""
-        if not hasattr(self, "seats"):
-            return
-        try:
-            for _ in range(1000):
-                if not self.seats.alive:
-                    break
-                self.step(20)
-            assert not self.seats.alive
-            for answer in self.everything:
-                answer.assert_one_final()
-            self.each_turn_was_fed_the_history_before_it()
-            for conversation in list(self.seats.register):
-                self.seats.turns.end(conversation.id, lambda: None)
-            assert self.seats.turns.live == self.seats.cache.used == self.seats.host.used == 0
-        finally:
-            for patch in self.patches:
-                patch.stop()
-
-
-def live(examples: int, operations: int) -> None:
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=operations,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    def end(self):
+        for _ in range(1000):
+            if not self.rig.alive:
+                break
+            self.step(20)
+        assert not self.rig.alive
+        for answer in self.everything:
+            answer.assert_one_final()
+        self.each_turn_was_fed_the_history_before_it()
+        for conversation in list(self.rig.register):
+            self.rig.turns.lifecycle.end(conversation.id, lambda: None)
+        assert len(self.rig.register) == self.rig.cache.used == self.rig.host.used == 0
 
 
 def test_conversation_life():
-    live(examples=60, operations=50)
+    live(Life, examples=60, operations=50)
 
 
 @pytest.mark.full
 def test_conversation_life_full():
-    live(examples=500, operations=100)
+    live(Life, examples=500, operations=100)
 
 
 def seats_with_conversations(count: int, length: int, **sizes: object) -> Seats:
@@ -285,7 +262,7 @@ def test_one_plan_reads_a_host_block_and_needs_another():
     seats = seats_with_conversations(4, 6, blocks=6, host=2)
     held = [seats.register.get(number).held for number in range(4)]
     assert [len(one.host_blocks) for one in held] == [2, 0, 0, 0]
-    seats.turns.end(3, lambda: None)
+    seats.turns.lifecycle.end(3, lambda: None)
     # the first comes back, and the next needs what the second has
     seats.turns.submit(turn(0, 1, 5))
     seats.turns.submit(turn(9, 6, 6, start=True))

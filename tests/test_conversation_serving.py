@@ -12,12 +12,7 @@ import pytest
 from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
 from kvloom_client.request import Place, build_control
 from server import assert_idle, metrics
-from tiny_server import GREEDY, Tiny, tokens
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return Tiny(tmp_path_factory.mktemp("conversations") / "model")
+from tiny_server import GREEDY, tokens
 
 
 @pytest.fixture(scope="module")

@@ -133,11 +133,6 @@ def unheard_filled(client: Client, talker: Talker) -> None:
                     talker.answers[later] = ([*history, *whole, *longer[len(before) :]], its)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return Tiny(tmp_path_factory.mktemp("storm") / "model")
-
-
 def check(outcomes: Counter[str]) -> None:
     print(dict(outcomes))
     for kind in ("whole", "interrupted", "left", "last", "lost"):

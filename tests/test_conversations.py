@@ -97,7 +97,7 @@ def test_turns_wait_for_each_other_and_are_answered_in_order(model, stateless):
         assert answer.ids == stateless(history)
         history += answer.ids
     assert other.ids == stateless(prompts[2])
-    assert driver.turns.live == 2
+    assert len(driver.turns.lifecycle.register) == 2
     driver.end_all()
 
 
@@ -144,7 +144,7 @@ def test_start_on_a_live_id_begins_anew(model, stateless):
     driver.run_all()
     assert again.ids == stateless(tokens(3, 5))
     assert driver.say(7, tokens(4, 5)).ids == stateless([*tokens(3, 5), *again.ids, *tokens(4, 5)])
-    assert driver.turns.live == 1
+    assert len(driver.turns.lifecycle.register) == 1
     assert driver.engine.stats().finished == {"length": 2, "error": 2}
     driver.end_all()
 
@@ -175,7 +175,7 @@ def test_end_ends_after_its_turn(model, stateless):
     driver.run_all()
     assert last.ids == stateless([*tokens(1, 5), *first.ids, *tokens(2, 5)])
     assert again.ids == stateless(tokens(3, 5))
-    assert driver.turns.live == 1
+    assert len(driver.turns.lifecycle.register) == 1
     assert ("end", 7) not in driver.triton.told
     driver.end_all()
 
@@ -185,7 +185,7 @@ def test_one_turn_conversations_do_not_count(model):
     driver.turn(1, tokens(1, 5), start=True)
     for number in range(2, 5):
         driver.turn(number, tokens(1, 5), start=True, end=True)
-    assert driver.turns.live == 1
+    assert len(driver.turns.lifecycle.register) == 1
     refused = driver.turn(9, tokens(1, 5), start=True)
     assert str(refused.error) == "UNAVAILABLE: max_conversations: all 1 conversations are busy"
     driver.run_all()
@@ -200,7 +200,7 @@ def test_the_least_recently_used_is_dropped_and_hears_of_it(model, stateless):
     second = driver.say(1, tokens(3, 5))
     assert second.ids == stateless([*tokens(1, 5), *one.ids, *tokens(3, 5)])
     driver.say(3, tokens(3, 5), start=True)
-    assert driver.turns.live == 2
+    assert len(driver.turns.lifecycle.register) == 2
     assert ("end", 2) not in driver.triton.told
     lost = driver.say(2, tokens(2, 5))
     assert str(lost.error) == "NOT_FOUND: conversation 2: evicted"
@@ -215,13 +215,13 @@ def test_idle_conversations_expire(model):
     now = time.monotonic()
     driver.turn("b", tokens(1, 5), start=True)
     assert now + 9 < driver.engine.wakes_at <= now + 10
-    driver.turns.expire(now + 9)
-    assert driver.turns.live == 2
-    driver.turns.expire(now + 11)
-    assert driver.turns.live == 1
+    driver.turns.lifecycle.expire(now + 9)
+    assert len(driver.turns.lifecycle.register) == 2
+    driver.turns.lifecycle.expire(now + 11)
+    assert len(driver.turns.lifecycle.register) == 1
     # the busy one is not idle, however long it takes
-    driver.turns.expire(now + 1000)
-    assert driver.turns.live == 1
+    driver.turns.lifecycle.expire(now + 1000)
+    assert len(driver.turns.lifecycle.register) == 1
     driver.run_all()
     assert str(driver.say("a", tokens(2, 5)).error) == "NOT_FOUND: conversation a: expired"
     driver.end_all()
@@ -246,8 +246,8 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(model, stateless):
     failing = driver.turn(8, tokens(2, 5), start=True, request_id="test-fail-2")
     after = driver.say(8, tokens(3, 5))
     assert str(failing.error).startswith("INTERNAL: ")
-    assert str(after.error) == "NOT_FOUND: conversation 8: lost, its first turn failed"
-    assert driver.turns.live == 1
+    assert str(after.error) == "NOT_FOUND: conversation 8: lost, an earlier turn failed"
+    assert len(driver.turns.lifecycle.register) == 1
     driver.end_all()
 
 
@@ -317,7 +317,7 @@ def test_control(model):
     assert driver.turns.status(7).busy
     ended = []
     driver.turn(7, tokens(2, 20))
-    driver.turns.end(7, lambda: ended.append("first"))
+    driver.turns.lifecycle.end(7, lambda: ended.append("first"))
     assert isinstance(driver.turn(7, tokens(2, 20)).error, NotFound)
     assert not ended
     driver.run_all()
@@ -328,9 +328,9 @@ def test_control(model):
     assert (status.tokens, status.blocks, status.busy) == (28, 2, False)
     assert 0 <= status.idle_s < 10
     driver.turns.cancel_running(7)
-    driver.turns.end(7, lambda: ended.append("second"))
+    driver.turns.lifecycle.end(7, lambda: ended.append("second"))
     assert ended == ["first", "second"]
-    for op in (driver.turns.status, driver.turns.cancel_running, lambda id: driver.turns.end(id, None)):
+    for op in (driver.turns.status, driver.turns.cancel_running, lambda id: driver.turns.lifecycle.end(id, None)):
         with pytest.raises(NotFound, match="^NOT_FOUND: conversation 7: unknown$"):
             op(7)
     driver.assert_idle()

@@ -24,11 +24,6 @@ from tiny_server import Tiny, stub
 TOKEN = "let me"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Tiny:
-    return Tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
 # the loop
 
 

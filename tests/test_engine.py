@@ -2,6 +2,7 @@
 
 import random
 import threading
+from unittest import mock
 
 import pytest
 
@@ -32,6 +33,38 @@ def expected(model, prompts):
         (driver.answer(prompt, max_tokens=40).ids, driver.answer(prompt, max_tokens=40, temperature=1.0, seed=9).ids)
         for prompt in prompts
     ]
+
+
+def test_an_answer_whose_blocks_are_lost_ends_once_and_the_engine_goes_on(model, prompts, expected):
+    """A broken invariant: the end of an answer is what fails."""
+    driver = Driver(model)
+    broken, answer = driver.submit(prompts[0], max_tokens=5)
+    _, other = driver.submit(prompts[0], max_tokens=10)
+    driver.engine.step()
+    driver.engine._cache.release(list(broken.blocks))
+    with pytest.raises(AssertionError, match="a block was released that nobody uses"):
+        for _ in range(5):
+            driver.engine.step()
+    assert str(answer.error) == "INTERNAL: the answer could not be ended"
+    driver.engine.recover(Internal("the engine failed"))
+    assert str(other.error) == "INTERNAL: the engine failed"
+    assert driver.engine.stats().finished == {"error": 2}
+    assert driver.answer(prompts[2], max_tokens=40).ids == expected[2][0]
+
+
+def test_who_could_not_be_taken_out_is_taken_out_afterwards(model, prompts, expected):
+    driver = Driver(model)
+    _, answer = driver.submit(prompts[1], max_tokens=5)
+    others = [driver.submit(prompts[2], max_tokens=40)[1] for _ in range(2)]
+    with mock.patch.object(driver.engine._scheduler, "remove", side_effect=ValueError("a fault")):
+        with pytest.raises(ValueError, match="a fault"):
+            driver.run()
+        assert str(answer.error) == "INTERNAL: the answer could not be ended"
+        driver.engine.fail_all(Internal("the engine failed"))
+        assert [str(other.error) for other in others] == ["INTERNAL: the answer could not be ended"] * 2
+    driver.engine.recover(Internal("the engine failed"))
+    assert len(answer) == 5
+    assert driver.answer(prompts[2], max_tokens=40).ids == expected[2][0]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 from array import array
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from kvloom.config import Settings
 from kvloom.conversations import Conversation
 from kvloom.errors import SettingsError
 from kvloom.journal import Journal
+from kvloom.request import FinishReason
 from talks import Talks
 from test_continuation import FORGETS_THOUGHTS, answer_to, user
 from tiny_models import make_tiny
@@ -48,7 +50,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
     driver.say("once", tokens(1, 20), start=True, end=True)
     driver.say(7, tokens(2, 5))
     histories[7] += [*tokens(2, 5), *stateless([*histories[7], *tokens(2, 5)])]
-    driver.turns.end("ended", lambda: None)
+    driver.turns.lifecycle.end("ended", lambda: None)
     # these are running
     driver.turn(7, tokens(3, 5))
     driver.turn("begun", tokens(4, 5), start=True)
@@ -56,7 +58,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
         driver.engine.step()
 
     after = Talks(model, journal_dir=killed(tmp_path / "first", tmp_path / "second"))
-    assert after.turns.live == 2
+    assert len(after.turns.lifecycle.register) == 2
     assert set(after.triton.told) == {("start", 7), ("start", "7"), ("start", "begun")}
     after.engine.check_invariants()
     for name in (7, "7"):
@@ -73,7 +75,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
     after.end_all()
 
     last = Talks(model, journal_dir=killed(tmp_path / "second", tmp_path / "third"))
-    assert last.turns.live == 0
+    assert len(last.turns.lifecycle.register) == 0
     driver.run_all()
     driver.end_all()
 
@@ -132,13 +134,50 @@ def test_a_half_written_record_is_not_there(tmp_path):
 def test_a_broken_disk_ends_the_journal_and_nothing_else(model, stateless, tmp_path, caplog):
     driver = Talks(model, journal_dir=tmp_path)
     first = driver.say(7, tokens(1, 20), start=True)
-    driver.turns._journal._base.execute("PRAGMA query_only = ON")
+    driver.turns.lifecycle._journal._base.execute("PRAGMA query_only = ON")
     second = driver.say(7, tokens(2, 5))
     assert second.ids == stateless([*tokens(1, 20), *first.ids, *tokens(2, 5)])
     driver.say(8, tokens(2, 5), start=True)
     [record] = [record for record in caplog.records if "journal" in record.message]
     assert "will not survive a restart" in record.message
     assert not list(tmp_path.iterdir()), "an old state would be taken for the truth"
+    driver.end_all()
+
+
+def test_a_full_disk_and_a_folder_that_changed_take_no_answer(model, stateless, tmp_path, caplog):
+    driver = Talks(model, journal_dir=tmp_path)
+    first = driver.say(7, tokens(1, 20), start=True)
+    base = driver.turns.lifecycle._journal._base
+    base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0]}")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        while True:
+            base.execute("INSERT INTO turns (key, keep, ids) VALUES ('filler', 0, zeroblob(20))")
+    # somebody has put something else there
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "conversations.sqlite").mkdir()
+    second = driver.say(7, tokens(2, 50))
+    assert second.reason is FinishReason.LENGTH
+    assert second.ids == stateless([*tokens(1, 20), *first.ids, *tokens(2, 50)])
+    assert "database or disk is full" in caplog.text
+    assert "remove the journal" in caplog.text
+    assert driver.say(7, tokens(3, 5)).error is None
+    driver.end_all()
+
+
+def test_a_turn_that_can_not_be_kept_gets_its_answer_and_loses_its_conversation(tmp_path, caplog):
+    driver = Talks(make_tiny(tmp_path, max_position_embeddings=2048))
+    other = driver.turn("other", tokens(9, 20), start=True, max_tokens=30)
+    answer = driver.turn("chat", messages=[user("And then?")], start=True)
+    queued = driver.turn("chat", messages=[user("And now?")])
+    # as an answer would be that has no text
+    with mock.patch.object(driver.tokenizer, "decode", side_effect=ValueError("no text")):
+        driver.run_all()
+    assert (answer.reason, len(answer.ids)) == (FinishReason.LENGTH, 8)
+    assert str(queued.error) == "NOT_FOUND: conversation chat: lost, an earlier turn failed"
+    assert len(other.ids) == 30
+    assert "conversation chat is lost" in caplog.text
+    assert ("end", "chat") in driver.triton.told
     driver.end_all()
 
 

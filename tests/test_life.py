@@ -1,30 +1,22 @@
 """Whatever happens in whatever order: every sequence reads its own content only, nothing leaks, everyone ends."""
 
 import math
-from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Clock, Rig
+from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
 from kvloom import scheduler
 from kvloom.kv.cache import KEY_TYPES
 from kvloom.request import SamplingParams, Sequence
 from kvloom.scheduler import Costs
+from life import LifeMachine, live
 
 TOKENS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=2 * BLOCK)
 
 
-class Life(RuleBasedStateMachine):
+class Life(LifeMachine):
     """Requests that share much, on a pool that is too small for them."""
 
     @initialize(
@@ -38,9 +30,7 @@ class Life(RuleBasedStateMachine):
         block_hash=st.sampled_from(sorted(KEY_TYPES)),
     )
     def build(self, retain_limit, **sizes):
-        self.clock = Clock()
-        self.patch = mock.patch.object(scheduler, "time", self.clock)
-        self.patch.start()
+        self.begin(scheduler)
         self.rig = Rig(retain_limit=min(retain_limit, sizes["blocks"]), **sizes)
         self.texts = [[0] * 8]
         self.lengths: dict[Sequence, int] = {}
@@ -99,41 +89,22 @@ class Life(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @invariant()
-    def everything_is_accounted_for(self):
-        if hasattr(self, "rig"):
-            self.rig.check()
+    def no_more_is_retained_than_allowed(self):
+        if self.rig is not None:
             assert self.rig.cache.retained <= self.rig.cache.retain_limit
 
-    def teardown(self):
-        """Whoever is left ends, and nothing is held by anyone."""
-        if not hasattr(self, "rig"):
-            return
-        try:
-            self.rig.run()
-            assert self.rig.cache.used == self.rig.host.used == 0
-            self.clock.now = math.inf
-            self.rig.cache.begin(self.clock.now)
-            assert self.rig.cache.extend([], self.rig.cache.total * BLOCK)
-        finally:
-            self.patch.stop()
-
-
-def live(examples: int, operations: int) -> None:
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=operations,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    def end(self):
+        self.rig.run()
+        assert self.rig.cache.used == self.rig.host.used == 0
+        self.clock.now = math.inf
+        self.rig.cache.begin(self.clock.now)
+        assert self.rig.cache.extend([], self.rig.cache.total * BLOCK)
 
 
 def test_life():
-    live(examples=100, operations=50)
+    live(Life, examples=100, operations=50)
 
 
 @pytest.mark.full
 def test_life_full():
-    live(examples=500, operations=100)
+    live(Life, examples=500, operations=100)

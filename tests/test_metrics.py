@@ -1,11 +1,34 @@
-"""The metrics' life: Triton's stub crashes over what is freed after it."""
+"""Which metrics there are, and their life: Triton's stub crashes over what is freed after it."""
 
 import importlib
+import re
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 from kvloom.engine import Stats
+
+TYPES = {
+    "kvloom_requests_running": "gauge",
+    "kvloom_requests_waiting": "gauge",
+    "kvloom_conversations": "gauge",
+    "kvloom_blocks": "gauge",
+    "kvloom_prefix_tokens_queried_total": "counter",
+    "kvloom_prefix_tokens_hit_total": "counter",
+    "kvloom_preemptions_total": "counter",
+    "kvloom_evicted_blocks_total": "counter",
+    "kvloom_tokens_total": "counter",
+    "kvloom_requests_finished_total": "counter",
+    "kvloom_ttft_seconds": "histogram",
+    "kvloom_inter_token_seconds": "histogram",
+    "kvloom_e2e_seconds": "histogram",
+    "kvloom_queue_seconds": "histogram",
+    "kvloom_step_seconds": "histogram",
+    "kvloom_step_tokens": "histogram",
+    "kvloom_step_sequences": "histogram",
+}
+"""Every metric's."""
 
 LIVE: "weakref.WeakSet[object]" = weakref.WeakSet()
 
@@ -43,3 +66,9 @@ def test_nobody_holds_a_family_or_a_metric_after_the_stop(monkeypatch):
         assert list(LIVE) == []
     finally:
         sys.modules.pop("kvloom.serving.metrics", None)
+
+
+def test_the_readme_has_every_metric():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\| `(kvloom_\w+)(?:{\w+})?` \| (\w+) \|", readme, re.MULTILINE)
+    assert dict(rows) == TYPES

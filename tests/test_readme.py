@@ -45,6 +45,15 @@ def test_snippet(server, snippet):
     assert_idle(server)
 
 
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_the_help_lists_the_settings(command):
+    run = [str(Path(sys.executable).parent / "kvloom"), command, "--help"]
+    text = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
+    listed = re.search(r"Settings: ([\w,\s]+)\.", text)
+    assert listed
+    assert re.split(r",\s+", listed[1]) == Settings.names()
+
+
 CALLS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 

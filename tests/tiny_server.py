@@ -1,7 +1,8 @@
 """Servers of a tiny random model: they start in seconds, and a step takes them milliseconds."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,3 +85,16 @@ def stub(server: Server, model: str = "llm") -> psutil.Process:
         if f"/{model}/1/model.py" in " ".join(child.cmdline())
     ]
     return process
+
+
+def request(seed: int, length: int = 100, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    return {"input_ids": tokens(seed, length), "max_tokens": max_tokens, **GREEDY, **more}
+
+
+def counted(server: Server, act: Callable[[], Any]) -> Counter[str]:
+    """What ``act`` adds to an idle server's metrics."""
+    assert_idle(server)
+    before = metrics(server)
+    act()
+    assert_idle(server)
+    return Counter({name: value - before.get(name, 0) for name, value in metrics(server).items()})

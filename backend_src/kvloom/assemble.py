@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from kvloom.admission import Limits
 from kvloom.config import Settings
 from kvloom.dtypes import CODECS, DTYPES, activations_name
-from kvloom.engine import Engine, Limits
+from kvloom.engine import Engine
 from kvloom.errors import SettingsError
 from kvloom.fetch import cache_folder, default_model
 from kvloom.gpu_runner import GpuRunner
@@ -18,6 +19,7 @@ from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry
 from kvloom.kv.storage import Storage
+from kvloom.lifecycle import Triton
 from kvloom.measure import measure_costs
 from kvloom.models.decoder import Decoder
 from kvloom.models.served import served_weights
@@ -28,7 +30,6 @@ from kvloom.plan import plan_memory
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
-from kvloom.turns import Triton
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from kvloom.errors import KvloomError, LaunchError
 from kvloom.interrupts import Interrupts
@@ -24,7 +25,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face folder, a GGUF file or 'default'.", metavar="PATH")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="A server setting.", metavar="KEY=VALUE")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="A setting, see the end.", metavar="KEY=VALUE")]
 Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritonserver to start.", metavar="PATH")]
 Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
 LogFile = Annotated[Path | None, typer.Option(help="Where tritonserver's output goes.", metavar="FILE")]
@@ -39,8 +40,21 @@ TopK = Annotated[int | None, typer.Option(help="Choose among this many of the li
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 
+Op = Literal["ping", "status", "cancel", "end", "flush", "drain"]
+
 URL = "127.0.0.1:8001"
 ENDPOINTS = ("http", "grpc", "metrics", "health")
+
+
+class ListsSettings(TyperCommand):
+    """A command with ``--set``, whose help ends with the names of the settings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from kvloom.config import Settings
+
+        self.epilog = f"Settings: {', '.join(Settings.names())}. The README says what they mean."
+        super().format_help(ctx, formatter)
 
 
 @app.callback()
@@ -48,7 +62,7 @@ def kvloom() -> None:
     """Large language models inside NVIDIA Triton Inference Server."""
 
 
-@app.command()
+@app.command(cls=ListsSettings)
 def serve(
     model: Model = None,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port, here and below.")] = 8000,
@@ -91,7 +105,7 @@ def serve(
             raise typer.Exit(128 + (interrupts.signum or 0)) from None
 
 
-@app.command()
+@app.command(cls=ListsSettings)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Sent as a chat message of the user.")],
     url: Url = URL,
@@ -126,7 +140,7 @@ def generate(
             raise KeyboardInterrupt
 
 
-@app.command()
+@app.command(cls=ListsSettings)
 def chat(
     url: Url = URL,
     serve: Serve = False,
@@ -156,6 +170,34 @@ def chat(
 
 
 @app.command()
+def control(
+    op: Annotated[Op, typer.Argument(metavar="OP", help="ping, status, cancel, end, flush or drain.")],
+    conversation: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Of the conversation, for status, cancel and end.")
+    ] = None,
+    text_id: Annotated[bool, typer.Option("--text-id", help="ID is a text, though it is all digits.")] = False,
+    admin_token: Annotated[str | None, typer.Option(help="The server's, for drain.", metavar="TOKEN")] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that running answers get, for drain; none: all they need.")
+    ] = None,
+    url: Url = URL,
+) -> None:
+    """Ask a running server for something else than an answer; its reply is printed as JSON.
+
+    ping: is the engine alive? status, cancel and end: of a conversation, what it keeps, end its running answer, forget
+    it. flush: drop the prefix cache. drain: let running answers end, and take no more.
+    """
+    import json
+
+    from kvloom_client import Client
+
+    given = _given(admin_token=admin_token, timeout_s=timeout_s)
+    number = conversation is not None and conversation.isdecimal() and not text_id
+    with _talking() as interrupts, Client(url) as client, interrupts.raising():
+        print(json.dumps(client.control(op, int(conversation or 0) if number else conversation, **given)))
+
+
+@app.command(cls=ListsSettings)
 def plan(
     model: Model = None,
     length: Annotated[

@@ -105,6 +105,11 @@ class Settings(BaseModel):
         return value
 
     @classmethod
+    def names(cls) -> list[str]:
+        """The settings that there are for operators."""
+        return [name for name in cls.model_fields if not name.startswith("test_")]
+
+    @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> "Settings":
         """Read settings from strings.
 
@@ -113,8 +118,7 @@ class Settings(BaseModel):
         """
         unknown = sorted(set(parameters) - set(cls.model_fields))
         if unknown:
-            known = ", ".join(name for name in cls.model_fields if not name.startswith("test_"))
-            raise SettingsError(f"unknown setting {unknown[0]!r}; known: {known}")
+            raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(cls.names())}")
         try:
             settings = cls.model_validate(dict(parameters))
         except ValidationError as error:

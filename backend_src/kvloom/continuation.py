@@ -86,7 +86,11 @@ def go_on(
         return Continuation(len(history), _after_answer(tokenizer, history, whole[len(before) :], most), whole)
     same = len(commonprefix([before, whole]))
     tokens, characters = max((mark for mark in chat.marks if mark[1] <= same), default=(0, 0))
-    ids = [*history[:tokens], *tokenizer.encode_rendered(whole[characters:], most)]
+    if tokens:
+        after = tokenizer.encode_after(history[tokens - 1], whole[characters:], "messages", most)
+    else:
+        after = tokenizer.encode_rendered(whole, most)
+    ids = [*history[:tokens], *after]
     keep = next(
         (place for place, (old, new) in enumerate(zip(history, ids, strict=False)) if old != new),
         min(len(history), len(ids) - 1),
@@ -96,9 +100,13 @@ def go_on(
 
 def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: str, most: int) -> list[int]:
     """The ids of what follows an answer; the end token that closes it may be there already."""
-    ids = tokenizer.encode_rendered(text, most)
-    ended = bool(ids) and ids[0] in tokenizer.eos_ids and history[-1] in tokenizer.eos_ids
-    return ids[1:] if ended else ids
+    ids = tokenizer.encode_after(history[-1], text, "messages", most)
+    if history[-1] in tokenizer.eos_ids:
+        end = next((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), None)
+        # a template may write a blank before it
+        if end is not None and not tokenizer.decode(ids[:end], skip_special_tokens=False).strip():
+            return ids[end + 1 :]
+    return ids
 
 
 def _follow_up(tokenizer: "Tokenizer", new: "Sequence[Message]") -> str:

@@ -173,6 +173,10 @@ class Conversations:
         """It is not idle any more."""
         self._idle.pop(conversation, None)
 
+    def resting(self, conversation: Conversation) -> bool:
+        """Whether it is idle."""
+        return conversation in self._idle
+
     def expired(self, now: float) -> list[Conversation]:
         """Those that were idle for too long."""
         found = []

@@ -6,47 +6,24 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvloom.admission import Admission, Limits
 from kvloom.answer import Answer
 from kvloom.bans import banned_tokens
 from kvloom.conversations import Conversations
-from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
+from kvloom.errors import Internal, RequestError, Unavailable
 from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
+from kvloom.lifecycle import Lifecycle, NoTriton, Triton
 from kvloom.observations import Observations
 from kvloom.request import Delta, FinishReason, Holding, Plan, Request, Sampled, Sequence, Sink
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.timers import Timers
 from kvloom.tokenizer import Tokenizer
-from kvloom.turns import NoTriton, Triton, Turns
+from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine takes.
-
-    Attributes:
-        context_length: longest sequence, prompt and answer, in tokens.
-        vocab_size: ids that the model has an embedding for.
-        max_queue: most requests waiting, beside those that may run at once.
-        kv_dtype: name of the cache's dtype, for usage.
-        queue_timeout_s: longest wait for the first step; 0: for ever.
-        max_conversations: most conversations, without those of one turn.
-        conversation_idle_s: how long a conversation may be idle; 0: for ever.
-        fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
-    """
-
-    context_length: int
-    vocab_size: int
-    max_queue: int
-    kv_dtype: str
-    queue_timeout_s: float = 0.0
-    max_conversations: int = 1024
-    conversation_idle_s: float = 0.0
-    fail_after_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,43 +91,25 @@ class Engine:
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        conversations = Conversations(limits.max_conversations, limits.conversation_idle_s)
-        self.turns = Turns(
-            self, scheduler, tokenizer, limits.context_length, conversations, triton or NoTriton(), journal
-        )
-        self.turns.restore()
+        self._admission = Admission(limits, cache, scheduler)
+        register = Conversations(limits.max_conversations, limits.conversation_idle_s)
+        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal)
+        self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
+        lifecycle.restore()
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served. Reads nothing that changes, so any thread may ask.
-
-        Raises:
-            InvalidArgument: the prompt does not fit the context or the pool, or has a token that the model lacks.
-        """
-        count = len(request.prompt_ids)
-        if count == 0:
-            raise InvalidArgument("prompt", "is empty; send at least one token")
-        self.check_length(count)
-        largest = max(request.prompt_ids)
-        if largest >= self._limits.vocab_size:
-            raise InvalidArgument(
-                "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
-            )
-        if request.retain_s:
-            self._check_retained(count)
+        """Refuse what can never be served; as ``Admission.check``."""
+        self._admission.check(request)
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt, with the conversation before it, that is too long for ever.
+        """Refuse a prompt, with the conversation before it, that is too long for ever; as there."""
+        self._admission.check_length(tokens)
 
-        Raises:
-            InvalidArgument: it does not fit the context or the pool.
-        """
-        context, capacity = self._limits.context_length, self._cache.total * self._cache.block_size
-        if tokens > context - 1:
-            raise InvalidArgument(
-                "prompt", f"has {tokens} tokens; context_length {context} takes at most {context - 1}"
-            )
-        if tokens > capacity:
-            raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
+    def refusal(self, sequence: Sequence) -> Unavailable | None:
+        """Why a request can't be taken just now."""
+        if self.draining:
+            return Unavailable("the server is shutting down and takes no new requests")
+        return self._admission.refusal(sequence, also_waiting=self.turns.queued)
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
@@ -204,7 +163,10 @@ class Engine:
         """End every answer with ``error``."""
         self.turns.fail_queued(error)
         for sequence in list(self._answers):
-            self._end(sequence, error=error)
+            try:
+                self._end(sequence, error=error)
+            except Exception:  # noqa: BLE001 the others are to end, too
+                log.exception("request %s has ended with a fault", sequence.request.id)
 
     def recover(self, error: RequestError) -> None:
         """After a fault outside of a step: end every answer, and trust nothing that was computed.
@@ -213,7 +175,10 @@ class Engine:
         """
         self.failed_steps += 1
         self.fail_all(error)
-        self.turns.forget_computed()
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            # its end was the fault
+            self._scheduler.remove(sequence)
+        self.turns.recover()
         self._cache.flush()
 
     @property
@@ -224,11 +189,11 @@ class Engine:
     @property
     def wakes_at(self) -> float | None:
         """When it has something to do though nobody asked (``time.monotonic()``): then ``tick``."""
-        return self.turns.next_expiry
+        return self.turns.lifecycle.register.next_expiry
 
     def tick(self) -> None:
         """Do what is due between steps."""
-        self.turns.expire(time.monotonic())
+        self.turns.lifecycle.expire(time.monotonic())
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
@@ -272,7 +237,7 @@ class Engine:
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + self.turns.queued,
-            conversations=self.turns.live,
+            conversations=len(self.turns.lifecycle.register),
             blocks_free=self._cache.free,
             blocks_used=self._cache.used,
             blocks_cached=self._cache.cached,
@@ -286,30 +251,6 @@ class Engine:
             generated_tokens=self._tokens["generated"],
             finished=dict(self._finished),
         )
-
-    def _check_retained(self, tokens: int) -> None:
-        blocks, limit = tokens // self._cache.block_size, self._cache.retain_limit
-        if not limit:
-            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
-        if blocks > limit:
-            raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
-
-    def refusal(self, sequence: Sequence) -> Unavailable | None:
-        """Why a request can't be taken just now."""
-        if self.draining:
-            return Unavailable("the server is shutting down and takes no new requests")
-        # a burst arrives between two steps: those that the next one lets in do not count as waiting
-        if len(self._scheduler.waiting) + self.turns.queued >= self._limits.max_queue + self._scheduler.free_places:
-            return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
-        if sequence.request.retain_s:
-            pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
-            new = blocks - self._cache.pinned_of(sequence.namespace, sequence.tokens)
-            if pinned + new > self._cache.retain_limit:
-                return Unavailable(
-                    f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, the prompt fills "
-                    f"{new} others; unpin all with the control op flush"
-                )
-        return None
 
     def _end_overdue(self, now: float) -> None:
         """End the answers whose deadline has passed, running or waiting, and those that waited too long to begin."""
@@ -361,17 +302,21 @@ class Engine:
     ) -> None:
         """Free or park what the sequence holds and send its final delta; text that was held back comes out first."""
         answer = self._answers.pop(sequence)
-        usage = answer.end(sequence, self._limits.kv_dtype)
         self._timers.forget(sequence)
-        conversation = self.turns.settle(sequence, error)
-        if error is not None:
-            self._finished["error"] += 1
-            answer.sink(Delta("", (), error=error))
-        else:
-            text += answer.text.flush()
-            if answer.text.stopped and reason is FinishReason.LENGTH:
-                reason = FinishReason.STOP
-            self._finished[str(reason)] += 1
-            answer.sink(Delta(text, tokens, reason, usage=usage))
+        # it goes out whatever fails in here; the fault itself is logged by who calls
+        final = Delta("", (), error=Internal("the answer could not be ended"))
+        try:
+            usage = answer.end(sequence, self._limits.kv_dtype)
+            conversation = self.turns.settle(sequence, error)
+            if error is not None:
+                final = Delta("", (), error=error)
+            else:
+                text += answer.text.flush()
+                if answer.text.stopped and reason is FinishReason.LENGTH:
+                    reason = FinishReason.STOP
+                final = Delta(text, tokens, reason, usage=usage)
+        finally:
+            self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
+            answer.sink(final)
         if conversation is not None:
             self.turns.proceed(conversation)

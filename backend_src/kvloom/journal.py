@@ -128,9 +128,9 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        if self._base is not None:
-            self._base.close()
-            self._base = None
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
 
     def _history(self, key: str) -> "tuple[array[int], Chat | None]":
         assert self._base is not None
@@ -159,10 +159,17 @@ class Journal:
 
     def _give_up(self, error: Exception) -> None:
         log.error("the journal is given up, conversations will not survive a restart: %s", error)
-        self.close()
+        try:
+            self.close()
+        except sqlite3.Error as another:
+            log.error("the journal could not be closed: %s", another)
         # what is no longer kept up must not be taken for the truth by the next server
         for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            path = self._path.with_name(self._path.name + suffix)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as another:
+                log.error("remove the journal, or the next server takes it for the truth: %s", another)
 
 
 def _key(conversation: ConversationId) -> str:

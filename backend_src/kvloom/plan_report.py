@@ -71,8 +71,9 @@ class Report:
         table.add_column(justify="right")
         table.add_row("free memory" if plan.host_free is None else "free memory of the GPU", size_text(plan.free))
         table.add_row(f"weights ({plan.weights_dtype})", size_text(plan.weights))
-        products = "compiled products, in time" if plan.host_free is None else "CUDA graphs"
-        table.add_row(products, size_text(plan.products))
+        if plan.products:
+            products = "compiled products, in time" if plan.host_free is None else "CUDA graphs"
+            table.add_row(products, size_text(plan.products))
         table.add_row("a step's tensors, at most", size_text(plan.step))
         table.add_row(f"block pool ({plan.blocks:,} blocks)", size_text(plan.pool))
         where = "" if plan.host_free is None else f" of the host's {size_text(plan.host_free)}"

@@ -9,7 +9,7 @@ import itertools
 import time
 
 from kvloom.kv.blocks import BlockPool, blocks_for
-from kvloom.kv.cache import BlockCache
+from kvloom.kv.cache import BlockCache, Found
 from kvloom.request import Holding, Plan, Sequence, Slice
 from kvloom.residency import Costs, Residency
 from kvloom.waiting import Waiting
@@ -55,6 +55,9 @@ class Scheduler:
         self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._arrivals = itertools.count()
+        # what was found of whom, when there were not enough blocks for the rest
+        self._found_for: Sequence | None = None
+        self._found = Found([], None)
 
     @property
     def free_places(self) -> int:
@@ -118,13 +121,8 @@ class Scheduler:
         return plan
 
     def abandon(self, plan: Plan) -> None:
-        """Undo what the last plan promised, because its step failed; the sequences of its slices are to be removed."""
-        lost = self._cache.drop_fresh()
-        failed = {piece.sequence for piece in plan.slices}
-        for sequence in [running for running in self.running if running not in failed]:
-            if not lost.isdisjoint(sequence.blocks):
-                # it relied on a neighbour that was to compute its prefix
-                self._drop(sequence)
+        """Undo what the last plan promised, because its step failed; who runs is in its slices, and to be removed."""
+        self._cache.drop_fresh()
         # the copies may be what failed
         copied = {block for _, block in plan.swap_out}
         self._residency.forget_copies(copied)
@@ -211,9 +209,10 @@ class Scheduler:
         if sequence is None:
             return None
         looked_up = not (sequence.blocks or sequence.swapped or sequence.preemptions)
-        found = [] if sequence.blocks else self._cache.match(sequence.namespace, sequence.tokens)
+        found = [] if sequence.blocks else self._find(sequence)
         if not self._get_blocks(plan, sequence, found, reserve):
             return None
+        self._found_for = None
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
         self._residency.leave(sequence)
         if found:
@@ -226,6 +225,12 @@ class Scheduler:
             self.prefix_queried += len(sequence.tokens)
             self.prefix_hit += hit
         return sequence
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """The blocks that can be found of the first in rank, who may have waited here for many steps."""
+        before = self._found if sequence is self._found_for else None
+        self._found_for, self._found = sequence, self._cache.find(sequence.namespace, sequence.tokens, before)
+        return self._found.blocks
 
     def _get_blocks(self, plan: Plan, sequence: Sequence, found: list[int], reserve: int) -> bool:
         """Give a sequence that is to run blocks for its known tokens; False: there are not enough."""

@@ -12,6 +12,9 @@ from kvloom import chat, gguf_tokenizer
 from kvloom.detokenizer import detokenizer_factory
 from kvloom.errors import InvalidArgument, ModelError
 
+_ANCHORS = ("\n", "0", ".")
+"""Texts whose tokens rarely grow together with what follows them."""
+
 
 class Tokenizer:
     """Wraps a Hugging Face fast tokenizer. Safe to use from several threads.
@@ -46,6 +49,8 @@ class Tokenizer:
         # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
 
     @property
     def identity(self) -> str:
@@ -151,6 +156,21 @@ class Tokenizer:
         """
         return self._encode(text, "messages", most)
 
+    def encode_after(self, before: int | None, text: str, field: str, most: int | None = None) -> list[int]:
+        """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
+
+        Tokenizers of SentencePiece's kind put a blank before whatever they encode, and after every special token. A
+        piece that follows ordinary text gets none here. ``field`` and ``most``: see ``encode_piece`` and ``encode``.
+
+        Raises:
+            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+        """
+        plain = self._encode(text, field, most)
+        if not self._puts_blank_first or before in self._added:
+            return plain
+        pieces = (self._after_anchor(text, anchor) for anchor in _ANCHORS)
+        return next((ids for ids in pieces if ids is not None), plain)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -165,6 +185,14 @@ class Tokenizer:
             raise InvalidArgument(
                 field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
             ) from error
+        return self._plain(text)
+
+    def _after_anchor(self, text: str, anchor: str) -> list[int] | None:
+        """Token ids of a text without what the tokenizer puts first; None where the anchor grows together with it."""
+        start, ids = self._plain(anchor), self._plain(anchor + text)
+        return ids[len(start) :] if ids[: len(start)] == start else None
+
+    def _plain(self, text: str) -> list[int]:
         # unlike encode(), lets other Python threads run meanwhile
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 

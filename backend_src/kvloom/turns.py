@@ -1,16 +1,15 @@
-"""Conversations at work: whose turn runs, what it is fed, what remains afterwards. Used by the loop's thread only."""
+"""The turns of conversations: which one runs, what it is fed, what remains of it. Used by the loop's thread only."""
 
 import logging
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvloom.continuation import Chat, Continuation, answer_text, go_on
-from kvloom.conversations import Conversation, ConversationId, Conversations, Loss, Turn
+from kvloom.conversations import Conversation, ConversationId, Turn
 from kvloom.errors import Cancelled, Internal, InvalidArgument, NotFound, RequestError
-from kvloom.journal import Journal
+from kvloom.lifecycle import Lifecycle
 from kvloom.request import FinishReason, Holding, Sequence, Sink
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
@@ -42,32 +41,6 @@ class Seats(Protocol):
         """Send the only delta of a sequence that was not begun."""
 
 
-class Triton(Protocol):
-    """Triton's own idea of which sequences there are. Each call returns at once."""
-
-    def end(self, conversation: ConversationId) -> None:
-        """Let Triton forget an id."""
-
-    def start(self, conversation: ConversationId) -> None:
-        """Let Triton know an id."""
-
-    def taken(self, conversation: ConversationId) -> None:
-        """A client has started a conversation of this id: what was to be done about an earlier one no longer is."""
-
-
-class NoTriton:
-    """Stands for Triton where there is none."""
-
-    def end(self, conversation: ConversationId) -> None:
-        """Nothing to forget."""
-
-    def start(self, conversation: ConversationId) -> None:
-        """Nobody to know."""
-
-    def taken(self, conversation: ConversationId) -> None:
-        """Nothing to undo."""
-
-
 @dataclass(frozen=True, slots=True)
 class Status:
     """A conversation at one moment.
@@ -96,28 +69,20 @@ class Turns:
         scheduler: keeps what is computed.
         tokenizer: of the model.
         context_length: most tokens of a conversation.
-        conversations: the register, empty.
-        triton: hears which ids it shall know.
-        journal: keeps histories for an engine after this one; None: nobody does.
+        lifecycle: of the conversations.
+
+    Attributes:
+        lifecycle: of the conversations.
     """
 
     def __init__(
-        self,
-        seats: Seats,
-        scheduler: Scheduler,
-        tokenizer: Tokenizer,
-        context_length: int,
-        conversations: Conversations,
-        triton: Triton,
-        journal: Journal | None,
+        self, seats: Seats, scheduler: Scheduler, tokenizer: Tokenizer, context_length: int, lifecycle: Lifecycle
     ):
+        self.lifecycle = lifecycle
         self._seats = seats
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._conversations = conversations
-        self._triton = triton
-        self._journal = journal
         self._running: dict[Sequence, Conversation] = {}
         self._queued: dict[Sequence, Turn] = {}
 
@@ -126,60 +91,21 @@ class Turns:
         """Number of turns that wait for another one of their conversation."""
         return len(self._queued)
 
-    @property
-    def live(self) -> int:
-        """Number of conversations, without those of one turn."""
-        return len(self._conversations)
-
-    @property
-    def next_expiry(self) -> float | None:
-        """When ``expire`` has something to do; None: not before something changes."""
-        return self._conversations.next_expiry
-
-    def restore(self) -> None:
-        """Take over what an earlier engine left in the journal, and let Triton know of it."""
-        if self._journal is None:
-            return
-        now = time.monotonic()
-        for found in self._journal.read():
-            if found.history:
-                conversation = Conversation(
-                    found.id, found.salt, found.retain_s, found.kv, found.history, chat=found.chat
-                )
-                oldest = self._conversations.room()
-                if oldest is not None:
-                    self._drop(oldest, "evicted")
-                self._conversations.add(conversation)
-                self._conversations.rest(conversation, now)
-            else:
-                # its first turn was running, or it was another model's
-                self._journal.forget(found.id)
-                self._remember(found.id, "lost")
-            self._triton.start(found.id)
-
     def submit(self, turn: Turn) -> None:
         """Take a turn, or refuse it; what it asks by itself was checked before."""
         try:
             conversation = self._accept(turn)
         except RequestError as error:
             self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)
-            self.refused(turn.conversation, turn.start, turn.end)
+            self.lifecycle.refused(turn.conversation, turn.start, turn.end)
             return
-        self._conversations.wake(conversation)
+        self.lifecycle.register.wake(conversation)
         conversation.queue.append(turn)
         self._queued[turn.sequence] = turn
         if turn.end:
             conversation.ending, conversation.open_in_triton = True, False
         self._seats.await_deadline(turn.sequence)
         self.proceed(conversation)
-
-    def refused(self, conversation_id: ConversationId, start: bool, end: bool) -> None:
-        """A request to this id got an error, and nothing else has come of it; these were its flags."""
-        if end:
-            self.ended_in_triton(conversation_id)
-        elif not self._conversations.knows(conversation_id):
-            # a refused start leaves Triton's sequence begun
-            self._triton.end(conversation_id)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a turn that waits for another one of its conversation."""
@@ -195,7 +121,7 @@ class Turns:
         Raises:
             NotFound: there is no such conversation.
         """
-        running = self._conversations.find(conversation_id).running
+        running = self.lifecycle.register.find(conversation_id).running
         if running is not None:
             self._seats.end(running.sequence, FinishReason.CANCELLED)
 
@@ -205,51 +131,17 @@ class Turns:
         Raises:
             NotFound: there is no such conversation.
         """
-        conversation = self._conversations.find(conversation_id)
+        conversation = self.lifecycle.register.find(conversation_id)
         if conversation.running is not None:
             sequence = conversation.running.sequence
             return Status(len(sequence.tokens), len(sequence.blocks), 0.0, True)
         idle_s = time.monotonic() - conversation.last_used
         return Status(len(conversation.history), len(conversation.held.blocks), idle_s, False)
 
-    def end(self, conversation_id: ConversationId, done: Callable[[], None]) -> None:
-        """End a conversation after its queued turns; ``done`` is called then.
-
-        Raises:
-            NotFound: there is no such conversation.
-        """
-        try:
-            conversation = self._conversations.find(conversation_id)
-        except NotFound:
-            if self._conversations.knows(conversation_id):
-                self._conversations.forget(conversation_id)
-                self._triton.end(conversation_id)
-            raise
-        conversation.on_end.append(done)
-        conversation.ending = True
-        if not conversation.busy:
-            self._close(conversation)
-
-    def ended_in_triton(self, conversation_id: ConversationId) -> None:
-        """A client has ended this id in Triton: what is left of the conversation ends with it."""
-        self._conversations.forget(conversation_id)
-        conversation = self._conversations.get(conversation_id)
-        if conversation is not None:
-            conversation.open_in_triton = False
-            self.end(conversation_id, lambda: None)
-
-    def began_in_triton(self, conversation_id: ConversationId) -> None:
-        """Triton has a sequence of this id, by a request that begins no conversation: without one it is ended again."""
-        if not self._conversations.knows(conversation_id):
-            self._triton.end(conversation_id)
-
-    def forgotten_by_triton(self, conversation_id: ConversationId) -> None:
-        """Triton has just ended this id for us; a client may have started it meanwhile."""
-        if self._conversations.knows(conversation_id):
-            self._triton.start(conversation_id)
-
     def settle(self, sequence: Sequence, error: RequestError | None) -> Conversation | None:
         """A sequence has ended: keep what is computed of it, or free it.
+
+        A conversation whose history can't be kept up is lost.
 
         Returns:
             The conversation whose turn it was, which goes on with ``proceed``.
@@ -264,7 +156,12 @@ class Turns:
             self._scheduler.remove(sequence)
             return conversation
         conversation.held = self._scheduler.park(sequence)
-        self._note(conversation, turn, sequence.tokens)
+        try:
+            self._note(conversation, turn, sequence.tokens)
+        except Exception:  # noqa: BLE001 the answer is complete, and goes to its client all the same
+            log.exception("conversation %s is lost: what its turn has added can't be kept", conversation.id)
+            self._scheduler.discard(conversation.held)
+            conversation.history = array("i")
         return conversation
 
     def proceed(self, conversation: Conversation) -> None:
@@ -283,34 +180,32 @@ class Turns:
         if conversation.running is not None:
             return
         if conversation.ending or not conversation.history:
-            self._close(conversation)
+            self.lifecycle.close(conversation)
         else:
-            self._conversations.rest(conversation, time.monotonic())
+            self.lifecycle.register.rest(conversation, time.monotonic())
 
-    def expire(self, now: float) -> None:
-        """Drop the conversations that were idle for too long."""
-        for conversation in self._conversations.expired(now):
-            self._drop(conversation, "expired")
-
-    def forget_computed(self) -> None:
-        """What conversations have computed may be wrong: they go on from their tokens."""
+    def recover(self) -> None:
+        """After a fault: what was computed may be wrong, and a turn may have ended without the next one's beginning."""
         self._scheduler.discard_all()
+        register = self.lifecycle.register
+        for conversation in [one for one in register if not (one.busy or register.resting(one))]:
+            self.proceed(conversation)
 
     def fail_queued(self, error: RequestError) -> None:
         """End every turn that waits for another one of its conversation."""
         for sequence, turn in list(self._queued.items()):
             if not turn.answered:
                 self._seats.answer_unbegun(sequence, turn.sink, error=error)
-        for conversation in {*self._conversations, *self._running.values()}:
+        for conversation in {*self.lifecycle.register, *self._running.values()}:
             conversation.queue.clear()
         self._queued.clear()
 
     def check(self) -> None:
         """Assert that it all fits together."""
-        self._conversations.check()
+        self.lifecycle.register.check()
         assert all(
             self._running[conversation.running.sequence] is conversation
-            for conversation in self._conversations
+            for conversation in self.lifecycle.register
             if conversation.running is not None
         )
 
@@ -326,37 +221,21 @@ class Turns:
         return self._start(turn) if turn.start else self._continue(turn)
 
     def _start(self, turn: Turn) -> Conversation:
-        old = self._conversations.get(turn.conversation)
-        if not turn.end and (old is None or not old.counted):
-            oldest = self._conversations.room()
-            if oldest is not None:
-                self._drop(oldest, "evicted")
-        if old is not None:
-            self._detach(old)
-            # what ended by a flag runs out; an end that only waits for its turns does not keep them
-            if old.open_in_triton:
-                self._end_turns(old, Cancelled("conversation restarted"))
+        old = self.lifecycle.make_way(turn.conversation, counted=not turn.end)
+        # what ended by a flag runs out; an end that only waits for its turns does not keep them
+        if old is not None and old.open_in_triton:
+            self._end_turns(old, Cancelled("conversation restarted"))
         request = turn.sequence.request
         conversation = Conversation(
             turn.conversation, request.cache_salt, request.retain_s, turn.kv, counted=not turn.end
         )
         if turn.messages is not None:
             conversation.chat = Chat()
-        self._conversations.add(conversation)
-        self._triton.taken(turn.conversation)
-        if self._journal is not None and conversation.counted:
-            self._journal.begin(conversation)
+        self.lifecycle.begin(conversation)
         return conversation
 
     def _continue(self, turn: Turn) -> Conversation:
-        try:
-            conversation = self._conversations.find(turn.conversation)
-        except NotFound:
-            # what the client is about to hear; without an end flag Triton's sequence is ended by `refused`
-            self._conversations.forget(turn.conversation)
-            raise
-        if conversation.ending:
-            raise NotFound(f"conversation {turn.conversation}: ended by an earlier request")
+        conversation = self.lifecycle.continued(turn.conversation)
         if turn.kv is not None and turn.kv != conversation.kv:
             raise InvalidArgument("kv", "differs from what the conversation's first turn has set")
         if turn.sequence.request.cache_salt not in ("", conversation.salt):
@@ -370,7 +249,7 @@ class Turns:
             RequestError: it is refused; the conversation is as before.
         """
         if not turn.start and not conversation.history:
-            raise NotFound(f"conversation {conversation.id}: lost, its first turn failed")
+            raise NotFound(f"conversation {conversation.id}: lost, an earlier turn failed")
         new = self._new_tokens(conversation, turn)
         tokens = [*conversation.history[: new.keep], *new.ids]
         self._seats.check_length(len(tokens))
@@ -403,16 +282,16 @@ class Turns:
 
     def _note(self, conversation: Conversation, turn: Turn, tokens: list[int]) -> None:
         """A turn has finished: its tokens are history now."""
-        before, conversation.history = conversation.history, array("i", tokens)
-        new, said = conversation.new, None
-        if turn.messages is None:
+        before, new, said = conversation.history, conversation.new, None
+        asked = new.keep + len(new.ids)
+        if turn.messages is not None and conversation.chat is not None:
+            said = [*turn.messages, {"role": "assistant", "content": answer_text(self._tokenizer, tokens[asked:])}]
+        conversation.history = array("i", tokens)
+        if said is None:
             conversation.chat = None
         elif conversation.chat is not None:
-            asked = new.keep + len(new.ids)
-            said = [*turn.messages, {"role": "assistant", "content": answer_text(self._tokenizer, tokens[asked:])}]
             conversation.chat.add(said, new.rendered, new.keep, asked)
-        if self._journal is not None and conversation.counted and not conversation.detached:
-            self._journal.add(conversation, before, said)
+        self.lifecycle.record(conversation, before, said)
 
     def _answer_queued(self, sequence: Sequence, reason: FinishReason) -> None:
         turn = self._queued.get(sequence)
@@ -431,37 +310,7 @@ class Turns:
         if conversation.running is not None:
             self._seats.end(conversation.running.sequence, error=error)
         else:
-            self._close(conversation)
+            self.lifecycle.close(conversation)
         for turn in queue:
             if not turn.answered:
                 self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)
-
-    def _detach(self, conversation: Conversation) -> None:
-        """Its id is another's from now on; if it is not over yet, it goes on without one."""
-        self._conversations.remove(conversation)
-        conversation.detached = True
-        if self._journal is not None and conversation.counted:
-            self._journal.forget(conversation.id)
-
-    def _close(self, conversation: Conversation) -> None:
-        """A conversation is over: free what it holds."""
-        self._scheduler.discard(conversation.held)
-        if not conversation.detached:
-            self._conversations.remove(conversation)
-            if self._journal is not None and conversation.counted:
-                self._journal.forget(conversation.id)
-            if conversation.open_in_triton:
-                self._triton.end(conversation.id)
-        for done in conversation.on_end:
-            done()
-
-    def _drop(self, conversation: Conversation, loss: Loss) -> None:
-        """End an idle conversation that nobody ended; its client hears of it with its next turn."""
-        conversation.open_in_triton = False
-        self._close(conversation)
-        self._remember(conversation.id, loss)
-
-    def _remember(self, conversation_id: ConversationId, loss: Loss) -> None:
-        forgotten = self._conversations.remember(conversation_id, loss)
-        if forgotten is not None:
-            self._triton.end(forgotten)

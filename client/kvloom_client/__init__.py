@@ -17,6 +17,7 @@ from kvloom_client.errors import (
     ServerError,
     TransportError,
     Unavailable,
+    UnknownSequence,
 )
 from kvloom_client.http import HttpClient
 from kvloom_client.request import RequestArguments
@@ -45,4 +46,5 @@ __all__ = [
     "Stream",
     "TransportError",
     "Unavailable",
+    "UnknownSequence",
 ]

@@ -1,7 +1,7 @@
 """The gRPC client for asyncio programs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -34,12 +34,14 @@ class AsyncStream(AsyncIterator[Chunk]):
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
+        mend: Callable[[KvloomClientError, float | None], Awaitable[bool]] | None = None,
     ):
         """Start the first try; the arguments are those of ``Stream``."""
         self.request_id = request_id
         self._url = url
         self._begin = call
         self._failed = failed or (lambda error: None)
+        self._mend = mend
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = False
@@ -76,6 +78,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                     raise
                 break
             self._backoff.give_up()
+            self._mend = None
             if reply.final:
                 self._ended = True
                 await self._drain()
@@ -105,10 +108,13 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def _try_again(self, error: KvloomClientError) -> bool:
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
-        if pause is None:
-            self._ended = True
-            return False
-        await asyncio.sleep(pause)
+        if pause is not None:
+            await asyncio.sleep(pause)
+        else:
+            mend, self._mend = self._mend, None
+            if mend is None or not await mend(error, self._backoff.time_left):
+                self._ended = True
+                return False
         if self._cancelled:
             self._ended = True
         else:
@@ -193,10 +199,11 @@ class AsyncClient:
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
+        mend: Callable[[KvloomClientError, float | None], Awaitable[bool]] | None = None,
     ) -> AsyncStream:
         message = wire.encode_request(request)
 
         def call(left: float | None) -> Any:
             return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
 
-        return AsyncStream(call, request.id, self.url, timeout, retries, failed)
+        return AsyncStream(call, request.id, self.url, timeout, retries, failed, mend)

@@ -77,6 +77,7 @@ class Client:
             What the server says: ``op``, ``ok`` and what the op is about.
 
         Raises:
+            InvalidArgument: at once, when ``status``, ``cancel`` or ``end`` comes without a conversation.
             RequestFailed: the server refused it.
             TransportError: its reply did not arrive.
         """
@@ -101,13 +102,14 @@ class Client:
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
+        mend: Callable[[KvloomClientError, float | None], bool] | None = None,
     ) -> Stream:
         message = wire.encode_request(request)
 
         def call(left: float | None) -> _Call:
             return _Call(self._stub, message, self.url, left)
 
-        return Stream(call, request.id, self.url, timeout, retries, failed)
+        return Stream(call, request.id, self.url, timeout, retries, failed, mend)
 
 
 class _Call(Iterator[Reply]):

@@ -5,8 +5,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvloom_client.answer import Answer, join
-from kvloom_client.errors import Cancelled, ConnectionFailed, KvloomClientError, NotFound, RequestFailed
-from kvloom_client.request import Place, Request, RequestArguments, build_request
+from kvloom_client.errors import (
+    Cancelled,
+    ConnectionFailed,
+    KvloomClientError,
+    NotFound,
+    RequestFailed,
+    UnknownSequence,
+)
+from kvloom_client.request import Place, Request, RequestArguments, build_control, build_request
 
 if TYPE_CHECKING:
     from kvloom_client.aio import AsyncClient, AsyncStream
@@ -32,6 +39,13 @@ class _Turns:
         # unless it is refused: also when the answer is given up before anything of it has come
         self.begun = not last
         return made
+
+    def _opening(self) -> Request:
+        """Lets Triton know the id, and asks the engine whether it has the conversation.
+
+        Of a conversation that it does not have, the engine ends what this began in Triton.
+        """
+        return build_control("status", self.id, place=Place(self.id, start=True))
 
     def _told(self, start: bool, error: KvloomClientError) -> None:
         # one that another client restarted is there, with other content
@@ -72,9 +86,7 @@ class Conversation(_Turns):
             retries: how often to ask again where that is safe.
             request: what is new, and how to sample.
         """
-        start = not self.begun
-        made = self._request(last, stream=True, **request)
-        return self._client._send(made, timeout, retries, lambda error: self._told(start, error))
+        return self._ask(timeout, retries, last, stream=True, **request)
 
     def generate(
         self,
@@ -91,9 +103,7 @@ class Conversation(_Turns):
             RequestFailed: the server answered with another error; the conversation is as before the turn.
             TransportError: the answer did not arrive, or not whole.
         """
-        start = not self.begun
-        made = self._request(last, stream=False, **request)
-        with self._client._send(made, timeout, retries, lambda error: self._told(start, error)) as stream:
+        with self._ask(timeout, retries, last, stream=False, **request) as stream:
             return join(list(stream))
 
     def interrupt(self, timeout: float | None = None) -> None:
@@ -124,6 +134,24 @@ class Conversation(_Turns):
     ) -> None:
         self.end()
 
+    def _ask(self, timeout: float | None, retries: int, last: bool, **request: Any) -> "Stream":
+        start = not self.begun
+        made = self._request(last, **request)
+        return self._client._send(
+            made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
+        )
+
+    def _reopen(self, error: KvloomClientError, timeout: float | None) -> bool:
+        """Where only Triton has lost it, as a server that was just started anew may have, let it know it again."""
+        if not isinstance(error, UnknownSequence):
+            return False
+        try:
+            with self._client._send(self._opening(), timeout, 0) as stream:
+                list(stream)
+        except KvloomClientError:
+            return False  # the turn's own error says it
+        return True
+
 
 class AsyncConversation(_Turns):
     """A conversation over gRPC, made by ``AsyncClient.conversation``; as ``Conversation``."""
@@ -142,9 +170,7 @@ class AsyncConversation(_Turns):
         **request: Unpack[RequestArguments],
     ) -> "AsyncStream":
         """Say something and get the answer's chunks as they come; as ``Conversation.stream``."""
-        start = not self.begun
-        made = self._request(last, stream=True, **request)
-        return self._client._send(made, timeout, retries, lambda error: self._told(start, error))
+        return self._ask(timeout, retries, last, stream=True, **request)
 
     async def generate(
         self,
@@ -155,9 +181,7 @@ class AsyncConversation(_Turns):
         **request: Unpack[RequestArguments],
     ) -> Answer:
         """Say something and wait for the whole answer; as ``Conversation.generate``."""
-        start = not self.begun
-        made = self._request(last, stream=False, **request)
-        async with self._client._send(made, timeout, retries, lambda error: self._told(start, error)) as stream:
+        async with self._ask(timeout, retries, last, stream=False, **request) as stream:
             return join([chunk async for chunk in stream])
 
     async def interrupt(self, timeout: float | None = None) -> None:
@@ -184,3 +208,21 @@ class AsyncConversation(_Turns):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.end()
+
+    def _ask(self, timeout: float | None, retries: int, last: bool, **request: Any) -> "AsyncStream":
+        start = not self.begun
+        made = self._request(last, **request)
+        return self._client._send(
+            made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
+        )
+
+    async def _reopen(self, error: KvloomClientError, timeout: float | None) -> bool:
+        """As ``Conversation._reopen``."""
+        if not isinstance(error, UnknownSequence):
+            return False
+        try:
+            async with self._client._send(self._opening(), timeout, 0) as stream:
+                [_ async for _ in stream]
+        except KvloomClientError:
+            return False  # the turn's own error says it
+        return True

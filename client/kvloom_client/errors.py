@@ -7,6 +7,7 @@
     │   ├── InvalidArgument       INVALID_ARG   the request itself is wrong
     │   ├── Unavailable           UNAVAILABLE   a limit of the server; try again later
     │   ├── NotFound              NOT_FOUND     what the request refers to is gone
+    │   │   └── UnknownSequence   Triton itself knows no sequence of this id; the engine was not asked
     │   ├── Cancelled             CANCELLED     another request ended this one
     │   ├── Internal              INTERNAL      a fault of the server, confined to this request
     │   └── ServerError           any other text: Triton itself refused or lost the request
@@ -43,6 +44,10 @@ class Unavailable(RequestFailed):
 
 class NotFound(RequestFailed):
     """What the request refers to does not exist (any more)."""
+
+
+class UnknownSequence(NotFound):
+    """Triton knows no sequence of this id, and so refused a turn without asking the engine."""
 
 
 class Cancelled(RequestFailed):
@@ -97,5 +102,18 @@ _UNKNOWN_SEQUENCE = "must specify the START flag"
 def request_error(text: str) -> RequestFailed:
     """The error that an error text of the server stands for; only the text travels through Triton."""
     if _UNKNOWN_SEQUENCE in text:
-        return NotFound(text)
+        return UnknownSequence(text)
     return _BY_CODE.get(text.partition(":")[0], ServerError)(text)
+
+
+def connection_error(url: str, port: str, reason: str, *, sent: bool) -> ConnectionFailed:
+    """The error of a connection to ``url`` that failed for a ``reason``; ``port``: which of Triton's it should be."""
+    if sent:
+        return ConnectionFailed(
+            f"the connection to {url} broke ({reason}); the server may have ended, or was started anew", sent=True
+        )
+    return ConnectionFailed(
+        f"no server answers at {url} ({reason}): is it running, and is that Triton's {port} port? `kvloom serve` "
+        "prints its addresses when it is ready",
+        sent=False,
+    )

@@ -14,8 +14,8 @@ import httpx2 as httpx
 from kvloom_client.answer import Answer, Reply, chunk_of, join
 from kvloom_client.errors import (
     AnswerTimeout,
-    ConnectionFailed,
     ServerError,
+    connection_error,
     request_error,
 )
 from kvloom_client.request import Request, RequestArguments, build_request
@@ -114,7 +114,8 @@ class _Call(Iterator[Reply]):
         except httpx.TransportError as error:
             if self._timed_out or isinstance(error, httpx.ConnectTimeout):
                 raise self._too_late() from error
-            raise ConnectionFailed(f"{self._url}: {error}", sent=not isinstance(error, httpx.ConnectError)) from error
+            sent = not isinstance(error, httpx.ConnectError)
+            raise connection_error(self._url, "HTTP", str(error), sent=sent) from error
 
     def cancel(self) -> None:
         self._break_off()

@@ -14,6 +14,7 @@ Value = str | bool | int | list[int]
 
 _ASKED_FOR = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "return_token_ids")
 _ON_REQUEST = ("return_logprobs", "return_cumulative_logprob", "return_usage")
+_ABOUT_A_CONVERSATION = ("status", "cancel", "end")
 _NUMBERS = ("stream_interval_ms", "priority", "deadline_ms")
 
 
@@ -155,14 +156,18 @@ def build_request(
     return Request(model, _id(request_id), fields, place)
 
 
-def build_control(op: str, conversation: int | str | None = None, **more: Any) -> Request:
+def build_control(
+    op: str, conversation: int | str | None = None, *, place: Place | None = None, **more: Any
+) -> Request:
     """A control request to the engine.
 
     Raises:
-        InvalidArgument: a value can't be sent.
+        InvalidArgument: a value can't be sent, or an op about a conversation names none.
     """
+    if op in _ABOUT_A_CONVERSATION and conversation is None:
+        raise InvalidArgument(f"INVALID_ARG: conversation: {op} is about a conversation; give its id")
     named = {} if conversation is None else {"conversation": conversation}
-    return Request("llm", _id(None), {"control": _json("control", {"op": op, **named, **more})})
+    return Request("llm", _id(None), {"control": _json("control", {"op": op, **named, **more})}, place)
 
 
 def _id(given: str | None) -> str:

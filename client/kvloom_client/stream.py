@@ -39,6 +39,7 @@ class Stream(Iterator[Chunk]):
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
+        mend: Callable[[KvloomClientError, float | None], bool] | None = None,
     ):
         """Start the first try.
 
@@ -49,11 +50,14 @@ class Stream(Iterator[Chunk]):
             timeout: seconds for all tries.
             retries: how many more tries there may be.
             failed: told of the error that the iteration raises.
+            mend: asked once of an error that is not retried, with the seconds left: True, when it has seen to it that
+                another try may succeed. Before anything of the answer has arrived only.
         """
         self.request_id = request_id
         self._url = url
         self._begin = call
         self._failed = failed or (lambda error: None)
+        self._mend = mend
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = threading.Event()
@@ -79,6 +83,7 @@ class Stream(Iterator[Chunk]):
                 self._failed(error)
                 raise
             self._backoff.give_up()
+            self._mend = None
             self._ended = reply.final
             if reply.chunk is not None:
                 return reply.chunk
@@ -112,8 +117,11 @@ class Stream(Iterator[Chunk]):
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
         if pause is None:
-            self._ended = True
-            return False
+            mend, self._mend = self._mend, None
+            if mend is None or not mend(error, self._backoff.time_left):
+                self._ended = True
+                return False
+            pause = 0.0
         if self._cancelled.wait(pause):
             self._ended = True
             return True

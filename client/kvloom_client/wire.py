@@ -8,7 +8,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from kvloom_client.answer import Reply, chunk_of
-from kvloom_client.errors import AnswerTimeout, ConnectionFailed, ServerError, TransportError, request_error
+from kvloom_client.errors import AnswerTimeout, ServerError, TransportError, connection_error, request_error
 from kvloom_client.request import Place, Request, Value
 
 CHANNEL_OPTIONS = (
@@ -71,7 +71,9 @@ def transport_error(error: grpc.RpcError, url: str) -> TransportError:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return AnswerTimeout(f"{url}: the answer was not complete within the timeout")
-    return ConnectionFailed(f"{url}: {code.name}: {details}", sent=not details.startswith(_NEVER_SENT))
+    # of gRPC's chain of causes the last one says what happened
+    reason = details.rpartition(": ")[2] or code.name
+    return connection_error(url, "gRPC", reason, sent=not details.startswith(_NEVER_SENT))
 
 
 def _encode(value: Value) -> tuple[str, int, bytes]:

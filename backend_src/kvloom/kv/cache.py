@@ -39,6 +39,18 @@ class Key(NamedTuple):
     tokens: tuple[int, ...]
 
 
+class Found(NamedTuple):
+    """The listed blocks that some tokens begin with.
+
+    Attributes:
+        blocks: in the order of the tokens.
+        listing: of the last one; None where there is none.
+    """
+
+    blocks: list[int]
+    listing: int | None
+
+
 class _ConstantKey(Key):
     def __hash__(self) -> int:
         return 0
@@ -130,15 +142,31 @@ class BlockCache:
 
     def match(self, namespace: str, tokens: list[int]) -> list[int]:
         """The listed blocks that ``tokens`` begins with, the last token left out: it is always computed."""
+        return self.find(namespace, tokens).blocks
+
+    def find(self, namespace: str, tokens: list[int], before: Found | None = None) -> Found:
+        """As ``match``, for who may have to ask again.
+
+        Args:
+            namespace: of the sequence.
+            tokens: of the sequence.
+            before: what was found for it earlier, of these tokens or the first of them: only what follows is looked up,
+                unless some of it is gone.
+        """
         found: list[int] = []
-        parent: int | str = namespace
-        for index in range((len(tokens) - 1) // self.block_size):
-            block = self._listed.get(self._key(parent, tokens, index))
+        listing: int | None = None
+        if before is not None and before.listing is not None:
+            last = self._blocks[before.blocks[-1]]
+            # a block is listed no longer than those before it
+            if last.key is not None and last.listing == before.listing:
+                found, listing = list(before.blocks), before.listing
+        for index in range(len(found), (len(tokens) - 1) // self.block_size):
+            block = self._listed.get(self._key(namespace if listing is None else listing, tokens, index))
             if block is None:
                 break
             found.append(block)
-            parent = self._blocks[block].listing
-        return found
+            listing = self._blocks[block].listing
+        return Found(found, listing)
 
     def open(self, table: list[int], found: list[int], tokens: int, spare: int = 0) -> bool:
         """Fill an empty ``table`` with blocks for ``tokens`` tokens, the first of them those that ``match`` found.
@@ -204,13 +232,11 @@ class BlockCache:
             self._fresh.append(number)
             sequence.listed += 1
 
-    def drop_fresh(self) -> frozenset[int]:
-        """Unlist what this step was to compute, because it failed; returns those blocks."""
-        fresh = frozenset(self._fresh)
-        for block in fresh:
+    def drop_fresh(self) -> None:
+        """Unlist what this step was to compute, because it failed."""
+        for block in self._fresh:
             self._unlist(block)
         self._fresh.clear()
-        return fresh
 
     def release(self, table: list[int]) -> None:
         """Take every block of ``table`` out of it: the one place where a block stops being used."""

@@ -116,7 +116,7 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
                 turns.cancel_running(conversation)
                 reply()
             elif control.op == "end":
-                turns.end(conversation, reply)
+                turns.lifecycle.end(conversation, reply)
             else:
                 reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
         except RequestError as error:

@@ -63,7 +63,7 @@ class LlmModel:
                 error = Internal(f"the request could not be read: {fault}")
             fail(outbox, sender, error)
             conversation, start, end = request.correlation_id(), *_flags(request)
-            self._loop.with_turns(partial(Turns.refused, conversation_id=conversation, start=start, end=end))
+            self._loop.with_turns(partial(_refused, conversation=conversation, start=start, end=end))
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
@@ -81,7 +81,7 @@ class LlmModel:
         return self._assembly.engine
 
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
-        self._loop.with_turns(lambda turns: turns.forgotten_by_triton(conversation))
+        self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
     def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Any) -> None:
         inputs = read(request)
@@ -110,9 +110,13 @@ def _flags(request: Any) -> tuple[bool, bool]:
     return bool(flags & START), bool(flags & END)
 
 
+def _refused(turns: Turns, conversation: ConversationId, start: bool, end: bool) -> None:
+    turns.lifecycle.refused(conversation, start, end)
+
+
 def _follow(turns: Turns, conversation: ConversationId, start: bool, end: bool, own_call: bool) -> None:
     """Do what the flags of a control request mean for its own conversation."""
     if end and not own_call:
-        turns.ended_in_triton(conversation)
+        turns.lifecycle.ended_in_triton(conversation)
     elif not end:
-        turns.began_in_triton(conversation)
+        turns.lifecycle.began_in_triton(conversation)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from kvloom.admission import Limits
 from kvloom.chat import Message, parse_messages
-from kvloom.engine import Limits
 from kvloom.errors import InvalidArgument
 from kvloom.request import Delta, Request, Sequence
 from kvloom.serving.fields import Inputs, flag, many, one, returned
@@ -148,7 +148,7 @@ def _prompt_ids(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, li
         text = one(inputs, "text_input")
         if start or not text:
             return tokenizer.encode(text, limits.context_length)
-        return tokenizer.encode_piece(text, "text_input", limits.context_length)
+        return tokenizer.encode_after(None, text, "text_input", limits.context_length)
     ids = many(inputs, "input_ids")
     wrong = [token for token in ids if not 0 <= token < limits.vocab_size]
     if wrong:
