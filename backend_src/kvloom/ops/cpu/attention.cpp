@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_tile.h"
+#include "replay.h"
 
 namespace {
 
@@ -284,3 +285,4 @@ extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, 
     return cache_bf16 ? CALL(Single, bf16) : CALL(Single, float);
 #undef CALL
 }
+REPLAYED(kvloom_paged_attention)
