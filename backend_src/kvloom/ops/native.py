@@ -25,6 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 _P, _B, _N, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 _ARGUMENTS = {
+    "kvloom_rows": (_P, _B, _P, _N, _N, _P),
     "kvloom_add_rms_norm": (_P, _P, _B, _P, _B, _F, _P, _N, _N, _P, _P),
     "kvloom_silu_mul": (_P, _B, _N, _N, _P),
     "kvloom_rope_kv_write": (_P, _B, _P, _P, _P, _P, _P, _B, _N, _N, _N, _N, _N, _N, _P),
@@ -49,9 +50,7 @@ Argument = int | float | None
 class Recorder(Protocol):
     """Is told what the ops of a thread do, and gives them memory; see recording.py."""
 
-    def note(
-        self, lib: "Library", function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]
-    ) -> None:
+    def note(self, lib: "Library", function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
         """A function of a library is about to be called."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -48,9 +48,7 @@ class Recording:
         """Bytes of what was written down."""
         return len(self._words)
 
-    def add(
-        self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]
-    ) -> None:
+    def add(self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
         """Write a call down."""
         self._replay = lib.kvloom_replay
         operation = lib.address(f"{function}_replayed")
@@ -109,9 +107,7 @@ class Recorder:
             self._recording.finish(work())
         return self._recording
 
-    def note(
-        self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]
-    ) -> None:
+    def note(self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
         """See ``native.Recorder``."""
         self._recording.add(lib, function, types, arguments)
 

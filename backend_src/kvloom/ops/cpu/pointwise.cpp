@@ -1,4 +1,4 @@
-// Residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
+// Rows of a table, residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
 #include <cmath>
 
 #include "common.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
+constexpr int64_t PARALLEL_ROWS = 8;  // fewer rows are not worth another thread
 
 template <typename U, typename O>
 void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, const int64_t* rows,
@@ -99,7 +99,24 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
     }
 }
 
+template <typename T>
+void rows_of(const T* table, const int64_t* ids, int64_t count, int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (count >= PARALLEL_ROWS)
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t k = 0; k < width; k++) out[i * width + k] = widen(table[ids[i] * width + k]);
+}
+
 }  // namespace
+
+// Rows `ids` of a table [n, width], to out fp32 [count, width].
+extern "C" void kvloom_rows(const void* table, int is_bf16, const int64_t* ids, int64_t count, int64_t width,
+                            float* out) {
+    if (is_bf16)
+        rows_of((const bf16*)table, ids, count, width, out);
+    else
+        rows_of((const float*)table, ids, count, width, out);
+}
+REPLAYED(kvloom_rows)
 
 // Of the `count` rows that `rows` names, or, where it is null, of the first.
 extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
