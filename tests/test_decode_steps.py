@@ -46,15 +46,16 @@ class Compared:
         self.replays = 0
         run = DecodeSteps.run
 
-        def compared(steps: DecodeSteps, slices: list) -> torch.Tensor:
+        def compared(steps: DecodeSteps, slices: list) -> decode_steps.Result:
             self.replays += len(slices) in steps._recordings
             assert steps._recorder is not None, "steps of this model can't be replayed"
             poison(steps._recorder)
-            logits = run(steps, slices).clone()
+            logits, (tokens, fine) = run(steps, slices)
             again = steps._decoder.forward(build_batch(slices, BLOCK), steps._layers)
-            assert logits.isfinite().all()
             assert torch.equal(logits, again)
-            return logits
+            assert torch.equal(tokens, logits.argmax(-1))
+            assert fine.all() and logits.isfinite().all()
+            return logits, (tokens, fine)
 
         monkeypatch.setattr(DecodeSteps, "run", compared)
 

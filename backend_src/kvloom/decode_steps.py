@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,9 +12,13 @@ from kvloom.kv.codec import LayerCache
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.ops.native import library
 from kvloom.ops.recording import Recorder, Recording
+from kvloom.ops.sampling import likeliest
 from kvloom.request import Slice
 
 log = logging.getLogger(__name__)
+
+Result = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+"""fp32 logits [sequences, vocab] and what ``likeliest`` finds in them; both until the next step."""
 
 
 class DecodeInputs:
@@ -93,30 +98,29 @@ class DecodeSteps:
         self._layers = layers
         self._inputs = DecodeInputs(sequences, context_length, layers[0][0].shape[2])
         self._recorder = Recorder(sequences) if record and library() is not None else None
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, Recording[Result]] = {}
 
     def take(self, slices: Sequence[Slice]) -> bool:
         """Whether a step is one: each slice is a sequence's last token, and nothing else."""
         return all(piece.count == 1 and piece.samples for piece in slices)
 
-    def run(self, slices: Sequence[Slice]) -> torch.Tensor:
-        """Compute a decode step.
-
-        Returns:
-            fp32 logits [len(slices), vocab], valid until the next step.
-        """
+    def run(self, slices: Sequence[Slice]) -> Result:
+        """Compute a decode step."""
         count = len(slices)
         self._inputs.fill(slices)
         recording = self._recordings.get(count)
         if recording is not None:
             return recording.replay()
-        batch = self._inputs.batch(count)
         if self._recorder is None:
-            return self._decoder.forward(batch, self._layers)
-        recording = self._recorder.record(count, lambda: self._decoder.forward(batch, self._layers))
+            return self._compute(count)
+        recording = self._recorder.record(count, partial(self._compute, count))
         if recording.complete:
             self._recordings[count] = recording
         else:
             log.warning("decode steps can't be replayed and take longer: they need %s", recording.others[0])
             self._recorder = None
         return recording.result
+
+    def _compute(self, count: int) -> Result:
+        logits = self._decoder.forward(self._inputs.batch(count), self._layers)
+        return logits, likeliest(logits)

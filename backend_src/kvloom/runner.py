@@ -42,12 +42,11 @@ class Runner:
 
         An exception in a token's place concerns that slice's sequence alone.
         """
-        sampled = [piece.sequence for piece in slices if piece.samples]
         if self._decodes is not None and self._decodes.take(slices):
-            logits = self._decodes.run(slices)
-        else:
-            logits = self._decoder.forward(build_batch(slices, self._block_size), self._storage.layers)
-        return choose(logits, sampled)
+            logits, best = self._decodes.run(slices)
+            return choose(logits, [piece.sequence for piece in slices], best)
+        logits = self._decoder.forward(build_batch(slices, self._block_size), self._storage.layers)
+        return choose(logits, [piece.sequence for piece in slices if piece.samples])
 
 
 def build_batch(slices: list[Slice], block_size: int) -> Batch:

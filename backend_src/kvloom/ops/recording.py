@@ -9,7 +9,7 @@ import math
 import struct
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,18 +21,20 @@ from kvloom.ops.packed_memory import ALIGNMENT
 _WORDS: dict[type, str] = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_int: "i4x", ctypes.c_float: "f4x"}
 """How ``struct`` writes an argument into a word of 8 bytes; see cpu/replay.h."""
 
+T = TypeVar("T")
 
-class Recording:
-    """What a piece of work called, in order, and the tensor that it returned.
+
+class Recording(Generic[T]):
+    """What a piece of work called, in order, and what it returned.
 
     Attributes:
-        result: at the same address after every replay, until another recording of the same recorder is made or
-            replayed: they share their memory.
+        result: tensors at the same addresses after every replay, until another recording of the same recorder is made
+            or replayed: they share their memory.
         others: what the work did beside calling the library: where there is something, a replay would lack it.
     """
 
     def __init__(self) -> None:
-        self.result = torch.empty(0)
+        self.result: T
         self.others: list[str] = []
         self._words = bytearray()
         self._replay: Callable[[int], int] | None = None
@@ -58,13 +60,13 @@ class Recording:
         layout = "<Q" + "".join(_WORDS[kind] for kind in types)
         self._words += struct.pack(layout, operation, *(0 if value is None else value for value in arguments))
 
-    def finish(self, result: torch.Tensor) -> None:
+    def finish(self, result: T) -> None:
         """Nothing is added any more."""
         self.result = result
         self._words += bytes(8)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._words))
 
-    def replay(self) -> torch.Tensor:
+    def replay(self) -> T:
         """Make the calls again; returns ``result``."""
         assert self.complete and self._replay is not None
         self._replay(self._address)
@@ -86,14 +88,14 @@ class Recorder:
         self._buffers: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
         self._rows = 0
-        self._recording = Recording()
+        self._recording: Recording[Any] = Recording()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the results' memory; what no step has used yet takes none of the machine's."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def record(self, rows: int, work: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, rows: int, work: Callable[[], T]) -> Recording[T]:
         """Do some work and write down what it calls.
 
         Args:
@@ -102,10 +104,11 @@ class Recorder:
         """
         assert 0 < rows <= self._most
         # nothing of an earlier recording is in use any more: what still refers to it is its result
-        self._rows, self._free, self._recording = rows, list(self._buffers), Recording()
-        with recorded_by(self), _Watch(self._recording.others):
-            self._recording.finish(work())
-        return self._recording
+        recording: Recording[T] = Recording()
+        self._rows, self._free, self._recording = rows, list(self._buffers), recording
+        with recorded_by(self), _Watch(recording.others):
+            recording.finish(work())
+        return recording
 
     def note(self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
         """See ``native.Recorder``."""
