@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from kvloom.decode_steps import DecodeSteps
 from kvloom.engine import Engine, Limits
 from kvloom.fetch import cache_folder
 from kvloom.kv.blocks import BlockPool
@@ -60,7 +61,8 @@ def test_a_step_without_its_model(rows):
     cache, host = BlockCache(BLOCKS, BLOCK_SIZE), BlockPool(0)
     scheduler = Scheduler(cache, host, Costs(1.0, 1.0), max_running=64, max_batch_tokens=32 * PROMPT)
     limits = Limits(context_length=8192, vocab_size=VOCAB, max_queue=64, kv_dtype="bf16")
-    runner = Runner(decoder, storage, host_storage, BLOCK_SIZE)
+    decodes = DecodeSteps(decoder, storage.layers, 64, limits.context_length, record=False)
+    runner = Runner(decoder, storage, host_storage, BLOCK_SIZE, decodes)
     engine = Engine(runner, scheduler, cache, host, default_tokenizer(), limits)
     answers: list[list[Delta]] = [[] for _ in range(rows)]
     for row, answer in enumerate(answers):

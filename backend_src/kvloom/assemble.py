@@ -9,6 +9,7 @@ import torch
 
 from kvloom.admission import Limits
 from kvloom.config import Settings
+from kvloom.decode_steps import DecodeSteps
 from kvloom.dtypes import CODECS, DTYPES, activations_name
 from kvloom.engine import Engine
 from kvloom.errors import SettingsError
@@ -80,7 +81,8 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
         limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
         runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
     else:
-        runner = Runner(decoder, storage, host_storage, settings.block_size)
+        decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length)
+        runner = Runner(decoder, storage, host_storage, settings.block_size, decodes)
     scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
     limits = Limits(
         context_length=plan.context_length,

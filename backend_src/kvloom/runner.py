@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from kvloom.decode_steps import DecodeSteps
 from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Batch, Decoder
@@ -11,13 +12,24 @@ from kvloom.sampler import choose
 
 
 class Runner:
-    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU."""
+    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU.
 
-    def __init__(self, decoder: Decoder, storage: Storage, host: Storage, block_size: int):
+    Args:
+        decoder: the model.
+        storage: the cache's memory.
+        host: that of swapped blocks.
+        block_size: tokens of a block.
+        decodes: computes the steps of which every sequence is one token; None: they are computed as all others are.
+    """
+
+    def __init__(
+        self, decoder: Decoder, storage: Storage, host: Storage, block_size: int, decodes: DecodeSteps | None = None
+    ):
         self._decoder = decoder
         self._storage = storage
         self._host = host
         self._block_size = block_size
+        self._decodes = decodes
 
     def move(self, plan: Plan) -> None:
         """Copy what a step swaps out, then what it swaps in."""
@@ -30,10 +42,11 @@ class Runner:
 
         An exception in a token's place concerns that slice's sequence alone.
         """
-        sampled = [piece.sequence for piece in slices if piece.samples]
-        batch = build_batch(slices, self._block_size)
-        logits = self._decoder.forward(batch, self._storage.layers)
-        return choose(logits, sampled)
+        if self._decodes is not None and self._decodes.take(slices):
+            logits, best = self._decodes.run(slices)
+            return choose(logits, [piece.sequence for piece in slices], best)
+        logits = self._decoder.forward(build_batch(slices, self._block_size), self._storage.layers)
+        return choose(logits, [piece.sequence for piece in slices if piece.samples])
 
 
 def build_batch(slices: list[Slice], block_size: int) -> Batch:

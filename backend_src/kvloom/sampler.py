@@ -15,6 +15,9 @@ from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
 
+_COLDEST = torch.finfo(torch.float32).tiny
+"""A temperature below it is 0 in fp32."""
+
 _MOST_LOGPROBS = 20
 """The most alternatives a request may ask for. All rows look for so many: their order must not depend on neighbours."""
 
@@ -39,17 +42,22 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
+Likeliest = tuple[torch.Tensor, torch.Tensor]
+"""What ``ops.sampling.likeliest`` returns."""
+
+
+def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | None = None) -> list[Sampled | Exception]:
     """The next token of each sequence, or what went wrong with that sequence alone.
 
     Args:
         logits: fp32 [R, vocab], a row per sequence; left as they are.
         sequences: R sequences whose known tokens are all computed.
+        best: ``likeliest(logits)`` where that is known; its tokens are changed.
     """
     if not sequences:
         return []
     try:
-        return _choose(logits, sequences)
+        return _choose(logits, sequences, best)
     except Exception as error:  # noqa: BLE001 whatever one row does must not reach its neighbours
         if len(sequences) == 1:
             return [error]
@@ -57,12 +65,15 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Ex
         return [choose(logits[row : row + 1], [sequence])[0] for row, sequence in enumerate(sequences)]
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
-    tokens, fine = likeliest(logits)
-    if not fine.all():
-        rows = fine.nonzero()[:, 0].tolist()
+def _choose(
+    logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | None = None
+) -> list[Sampled | Exception]:
+    tokens, fine = likeliest(logits) if best is None else best
+    are_fine: list[bool] = fine.tolist()
+    if not all(are_fine):
+        rows = [row for row, ok in enumerate(are_fine) if ok]
         rest = iter(choose(logits[rows], [sequences[row] for row in rows]))
-        return [next(rest) if ok else Internal("logits are not finite") for ok in fine.tolist()]
+        return [next(rest) if ok else Internal("logits are not finite") for ok in are_fine]
     stuck: list[int] = []
     rows = [row for row, s in enumerate(sequences) if _drawn(s) or _edited(s)]
     if rows:
@@ -77,7 +88,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | E
 
 def _drawn(sequence: Sequence) -> bool:
     """Whether the token is drawn; the likeliest is taken where the temperature is 0, or is 0 in fp32."""
-    return sequence.request.params.temperature >= torch.finfo(torch.float32).tiny
+    return sequence.request.params.temperature >= _COLDEST
 
 
 def _choose_edited_or_drawn(

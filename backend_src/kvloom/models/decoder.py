@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ from kvloom.models.spec import ModelSpec, rope_inv_freq
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_tied_linear, plain, rows_of
+from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_rows, pack_tied_linear, plain
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.packed_memory import Allocate, HugePages
@@ -100,7 +99,7 @@ def _tables(
         tied = pack_tied_linear(table, dtype, allocate)
         return tied.rows, tied
     head = pack_linear(moved(tensors.pop("lm_head.weight"), device), dtype, allocate)
-    return partial(rows_of, table), head
+    return pack_rows(table, allocate), head
 
 
 class Decoder:

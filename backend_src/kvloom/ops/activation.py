@@ -3,7 +3,7 @@
 import torch
 
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -15,7 +15,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     lib = library(gate_up)
     if lib is not None:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        out = empty(rows, width, dtype=gate_up.dtype)
         lib.kvloom_silu_mul(gate_up.data_ptr(), gate_up.dtype is torch.bfloat16, rows, width, out.data_ptr())
         return out
     gate, up = gate_up.chunk(2, -1)

@@ -3,7 +3,7 @@
 import torch
 
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 
 
 def paged_attention(
@@ -52,7 +52,7 @@ def paged_attention(
     Returns:
         [T, heads, head_dim] in q's dtype.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = empty(*q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if runs_triton(q):
         from kvloom.ops.gpu.attention import attend
 

@@ -3,7 +3,7 @@
 import torch
 
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 
 
 def rope_kv_write(
@@ -34,7 +34,7 @@ def rope_kv_write(
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    queries = empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
     if runs_triton(qkv):
         from kvloom.ops.gpu import kv_write
 

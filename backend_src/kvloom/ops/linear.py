@@ -1,6 +1,7 @@
 """Matrix products with weights that are packed once, whatever they are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 Weight = torch.Tensor | GroupedWeight | Int8Weight
@@ -79,9 +80,27 @@ def moved(weight: Weight, device: torch.device) -> Weight:
     return weight
 
 
-def rows_of(weight: torch.Tensor | GroupedWeight, ids: torch.Tensor) -> torch.Tensor:
-    """Rows ``ids`` (int64 [T]) of a weight that no product needs, an embedding's, in fp32 [T, in_features]."""
-    return weight[ids].float() if isinstance(weight, torch.Tensor) else weight.rows(ids)
+def pack_rows(
+    weight: torch.Tensor | GroupedWeight, allocate: Allocate = small_pages
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Keep a weight that no product needs, an embedding's.
+
+    Returns:
+        Gives rows (int64 [T]) of it in fp32 [T, in_features].
+    """
+    if isinstance(weight, torch.Tensor):
+        return partial(_rows_of, weight.contiguous())
+    return weight.rows if library() is None else NativeGroupedLinear(weight, allocate).rows
+
+
+def _rows_of(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    lib = library(weight)
+    if lib is None:
+        return weight[ids].float()
+    count, width = ids.shape[0], weight.shape[1]
+    out = empty(count, width, dtype=torch.float32)
+    lib.kvloom_rows(weight.data_ptr(), weight.dtype is torch.bfloat16, ids.data_ptr(), count, width, out.data_ptr())
+    return out
 
 
 def concat_rows(weights: Sequence[Weight]) -> Weight:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 BATCH_HINT = 32
@@ -69,7 +69,7 @@ class NativeLinear:
         if self._width != self._in_features:
             x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
         assert x.is_contiguous() and x.dtype is self._packed.dtype
-        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        out = empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_linear(
             x.data_ptr(),
             x.dtype is torch.bfloat16,
@@ -84,7 +84,7 @@ class NativeLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See ``TiedLinear``."""
-        out = torch.empty(ids.shape[0], self._width)
+        out = empty(ids.shape[0], self._width, dtype=torch.float32)
         self._lib.kvloom_linear_rows(
             self._packed.data_ptr(),
             self._packed.dtype is torch.bfloat16,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 GROUP = 32
@@ -101,7 +101,7 @@ class NativeGroupedLinear:
         if self._width != self._in_features:
             x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
         assert x.is_contiguous() and library(x) is not None
-        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        out = empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_groups(
             self._bits,
             x.data_ptr(),
@@ -117,7 +117,7 @@ class NativeGroupedLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See ``TiedLinear``."""
-        out = torch.empty(ids.shape[0], self._width)
+        out = empty(ids.shape[0], self._width, dtype=torch.float32)
         self._lib.kvloom_groups_rows(
             self._bits,
             self._packed.data_ptr(),

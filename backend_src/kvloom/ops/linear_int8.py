@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 MOST = 127
@@ -66,7 +66,7 @@ class NativeInt8Linear:
         """See ``Linear``."""
         assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
         assert x.is_contiguous() and library(x) is not None
-        out = torch.empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
+        out = empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_int8(
             x.data_ptr(),
             x.dtype is torch.bfloat16,

@@ -7,7 +7,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,7 +25,8 @@ _FLOATS = (torch.float32, torch.bfloat16)
 _P, _B, _N, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 _ARGUMENTS = {
-    "kvloom_add_rms_norm": (_P, _P, _B, _P, _B, _F, _N, _N, _P, _P),
+    "kvloom_rows": (_P, _B, _P, _N, _N, _P),
+    "kvloom_add_rms_norm": (_P, _P, _B, _P, _B, _F, _P, _N, _N, _P, _P),
     "kvloom_silu_mul": (_P, _B, _N, _N, _P),
     "kvloom_rope_kv_write": (_P, _B, _P, _P, _P, _P, _P, _B, _N, _N, _N, _N, _N, _N, _P),
     "kvloom_paged_attention": (_P, _B, _P, _P, _B, _P, _N, _P, _P, _N, _N, _N, _N, _N, _N, _F, _P),
@@ -34,10 +39,62 @@ _ARGUMENTS = {
     "kvloom_int8": (_P, _B, _N, _N, _N, _P, _N, _P, _B),
     "kvloom_int8_pack": (_P, _P, _N, _N, _N, _P),
     "kvloom_likeliest": (_P, _N, _N, _P, _P),
+    "kvloom_replay": (_P,),
 }
 """What the functions take; where it is declared, a call takes plain numbers, and half the time."""
 
-_library: ctypes.CDLL | None = None
+Argument = int | float | None
+"""Of a function: an address (None: null), a number, a flag."""
+
+
+class Recorder(Protocol):
+    """Is told what the ops of a thread do, and gives them memory; see recording.py."""
+
+    def note(self, lib: "Library", function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
+        """A function of a library is about to be called."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+
+
+class _Thread(threading.local):
+    recorder: Recorder | None = None
+
+
+_thread = _Thread()
+
+
+class Library:
+    """The functions of a built library, by their names."""
+
+    def __init__(self, path: Path):
+        self._functions = ctypes.CDLL(str(path))
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """A function; looked for once.
+
+        Raises:
+            AttributeError: there is none of this name.
+        """
+        function, types = getattr(self._functions, name), _ARGUMENTS.get(name, ())
+        function.argtypes = types
+
+        def call(*arguments: Argument) -> int:
+            if _thread.recorder is not None:
+                _thread.recorder.note(self, name, types, arguments)
+            result: int = function(*arguments)
+            return result
+
+        setattr(self, name, call)
+        return call
+
+    def address(self, name: str) -> int | None:
+        """Where a function lies; None where there is none of this name."""
+        function = getattr(self._functions, name, None)
+        return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+_library: Library | None = None
 
 
 def use_native(cache: Path, machine: str = "native") -> bool:
@@ -76,9 +133,7 @@ def use_native(cache: Path, machine: str = "native") -> bool:
                 log.warning("building the CPU ops failed, they run in plain torch:\n%s", result.stderr[-2000:])
                 return False
             os.replace(built, path)
-    _library = ctypes.CDLL(str(path))
-    for name, arguments in _ARGUMENTS.items():
-        getattr(_library, name).argtypes = arguments
+    _library = Library(path)
     return True
 
 
@@ -93,12 +148,31 @@ def stop_using_native() -> None:
     _library = None
 
 
-def library(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+def library(*tensors: torch.Tensor) -> Library | None:
     """The library, where it can work with these tensors: on the CPU, fp32 or bf16."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.dtype not in _FLOATS:
             return None
     return _library
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Memory for an op's result, uninitialized."""
+    if _thread.recorder is not None:
+        assert device is None or device.type == "cpu"
+        return _thread.recorder.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Let a recorder follow the ops of this thread."""
+    assert _thread.recorder is None
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
 
 
 def _identity(compiler: str, machine: str) -> str:

@@ -3,7 +3,7 @@
 import torch
 
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 
 
 def add_rms_norm(
@@ -29,12 +29,10 @@ def add_rms_norm(
         from kvloom.ops.gpu.norm import add_rms_norm as fused
 
         return fused(residual, update, weight, eps, rows)
-    if rows is not None:
-        residual, update = residual[rows], None if update is None else update[rows]
     lib = library(residual, weight) if update is None else library(residual, weight, update)
     if lib is not None:
-        count, width = residual.shape
-        total, normed = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
+        count, width = residual.shape[0] if rows is None else rows.shape[0], residual.shape[1]
+        total, normed = empty(count, width, dtype=residual.dtype), empty(count, width, dtype=weight.dtype)
         lib.kvloom_add_rms_norm(
             residual.data_ptr(),
             None if update is None else update.data_ptr(),
@@ -42,12 +40,15 @@ def add_rms_norm(
             weight.data_ptr(),
             weight.dtype is torch.bfloat16,
             eps,
+            None if rows is None else rows.data_ptr(),
             count,
             width,
             total.data_ptr(),
             normed.data_ptr(),
         )
         return normed, total
+    if rows is not None:
+        residual, update = residual[rows], None if update is None else update[rows]
     if update is not None:
         residual = residual + update
     normed = torch.nn.functional.rms_norm(residual, weight.shape, weight.float(), eps)

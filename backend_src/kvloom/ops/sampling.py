@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.native import library
+from kvloom.ops.native import empty, library
 from kvloom.ops.penalties import Edits, edit
 
 _BLOCK = 256
@@ -56,7 +56,7 @@ def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if lib is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
         return greedy(logits), finite(logits)
     rows, vocab = logits.shape
-    tokens, fine = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    tokens, fine = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.bool)
     lib.kvloom_likeliest(logits.data_ptr(), rows, vocab, tokens.data_ptr(), fine.data_ptr())
     return tokens, fine
 

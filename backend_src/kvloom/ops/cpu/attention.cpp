@@ -14,6 +14,7 @@
 #include "attention_decode.h"
 #include "attention_plan.h"
 #include "attention_tile.h"
+#include "replay.h"
 
 namespace {
 
@@ -254,3 +255,4 @@ extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, 
     return cache_bf16 ? CALL(Single, bf16) : CALL(Single, float);
 #undef CALL
 }
+REPLAYED(kvloom_paged_attention)

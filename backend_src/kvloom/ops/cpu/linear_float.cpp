@@ -1,5 +1,6 @@
 // Products with weights in fp32 and bf16.
 #include "linear.h"
+#include "replay.h"
 
 namespace {
 
@@ -80,6 +81,7 @@ extern "C" void kvloom_linear(const void* x, int is_bf16, int64_t rows, int64_t 
     else
         product((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (float*)out);
 }
+REPLAYED(kvloom_linear)
 
 // Rows `ids` of the weight, to out fp32 [count, inputs].
 extern "C" void kvloom_linear_rows(const void* packed, int is_bf16, const int64_t* ids, int64_t count, int64_t inputs,
@@ -89,3 +91,4 @@ extern "C" void kvloom_linear_rows(const void* packed, int is_bf16, const int64_
     else
         rows_of((const float*)packed, ids, count, inputs, padded, out);
 }
+REPLAYED(kvloom_linear_rows)

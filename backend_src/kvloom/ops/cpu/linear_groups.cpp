@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "replay.h"
 
 namespace {
 
@@ -238,6 +239,7 @@ extern "C" void kvloom_groups(int bits, const void* x, int is_bf16, int64_t rows
         CALL(bf16, float);
 #undef CALL
 }
+REPLAYED(kvloom_groups)
 
 // Rows `ids` of the weight, to out fp32 [count, width]; inputs is the width up to a multiple of a group.
 extern "C" void kvloom_groups_rows(int bits, const uint8_t* packed, const int64_t* ids, int64_t count, int64_t inputs,
@@ -247,3 +249,4 @@ extern "C" void kvloom_groups_rows(int bits, const uint8_t* packed, const int64_
     else
         rows_of<8>(packed, ids, count, inputs, width, out);
 }
+REPLAYED(kvloom_groups_rows)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "replay.h"
 
 namespace {
 
@@ -138,3 +139,4 @@ extern "C" void kvloom_int8(const void* x, int is_bf16, int64_t rows, int64_t wi
     else
         product((const bf16*)x, rows, width, inputs, packed, outputs, (float*)out);
 }
+REPLAYED(kvloom_int8)

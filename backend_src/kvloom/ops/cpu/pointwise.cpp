@@ -1,22 +1,24 @@
-// Residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
+// Rows of a table, residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
 #include <cmath>
 
 #include "common.h"
+#include "replay.h"
 
 namespace {
 
-constexpr int64_t PARALLEL_ROWS = 32;  // fewer rows are done before other threads have woken up
+constexpr int64_t PARALLEL_ROWS = 8;  // fewer rows are not worth another thread
 
 template <typename U, typename O>
-void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, int64_t rows, int64_t width,
-                  float* sum, O* normed) {
-#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
-    for (int64_t r = 0; r < rows; r++) {
-        const float* in = residual + r * width;
+void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, const int64_t* rows,
+                  int64_t count, int64_t width, float* sum, O* normed) {
+#pragma omp parallel for schedule(static) if (count >= PARALLEL_ROWS)
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t row = rows ? rows[r] : r;
+        const float* in = residual + row * width;
         float* added = sum + r * width;
         float squares = 0.0f;
         if (update) {
-            const U* more = update + r * width;
+            const U* more = update + row * width;
 #pragma omp simd reduction(+ : squares)
             for (int64_t i = 0; i < width; i++) {
                 const float x = in[i] + widen(more[i]);
@@ -97,19 +99,38 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
     }
 }
 
+template <typename T>
+void rows_of(const T* table, const int64_t* ids, int64_t count, int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (count >= PARALLEL_ROWS)
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t k = 0; k < width; k++) out[i * width + k] = widen(table[ids[i] * width + k]);
+}
+
 }  // namespace
 
+// Rows `ids` of a table [n, width], to out fp32 [count, width].
+extern "C" void kvloom_rows(const void* table, int is_bf16, const int64_t* ids, int64_t count, int64_t width,
+                            float* out) {
+    if (is_bf16)
+        rows_of((const bf16*)table, ids, count, width, out);
+    else
+        rows_of((const float*)table, ids, count, width, out);
+}
+REPLAYED(kvloom_rows)
+
+// Of the `count` rows that `rows` names, or, where it is null, of the first.
 extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
-                                    int weight_bf16, float eps, int64_t rows, int64_t width, float* sum,
-                                    void* normed) {
+                                    int weight_bf16, float eps, const int64_t* rows, int64_t count, int64_t width,
+                                    float* sum, void* normed) {
 #define CALL(U, O) \
-    add_rms_norm<U, O>(residual, (const U*)update, (const O*)weight, eps, rows, width, sum, (O*)normed)
+    add_rms_norm<U, O>(residual, (const U*)update, (const O*)weight, eps, rows, count, width, sum, (O*)normed)
     if (update_bf16)
         weight_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
     else
         weight_bf16 ? CALL(float, bf16) : CALL(float, float);
 #undef CALL
 }
+REPLAYED(kvloom_add_rms_norm)
 
 extern "C" void kvloom_rope_kv_write(const void* qkv, int qkv_bf16, const float* cos_sin, const int64_t* positions,
                                      const int64_t* slots, void* k, void* v, int cache_bf16, int64_t rows,
@@ -124,6 +145,7 @@ extern "C" void kvloom_rope_kv_write(const void* qkv, int qkv_bf16, const float*
         cache_bf16 ? CALL(float, bf16) : CALL(float, float);
 #undef CALL
 }
+REPLAYED(kvloom_rope_kv_write)
 
 extern "C" void kvloom_silu_mul(const void* gate_up, int is_bf16, int64_t rows, int64_t width, void* out) {
     if (is_bf16)
@@ -131,3 +153,4 @@ extern "C" void kvloom_silu_mul(const void* gate_up, int is_bf16, int64_t rows, 
     else
         silu_mul<float>((const float*)gate_up, rows, width, (float*)out);
 }
+REPLAYED(kvloom_silu_mul)

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "common.h"
+#include "replay.h"
 
 namespace {
 
@@ -46,3 +47,4 @@ extern "C" void kvloom_likeliest(const float* scores, int64_t rows, int64_t voca
         finite[r] = best.finite;
     }
 }
+REPLAYED(kvloom_likeliest)

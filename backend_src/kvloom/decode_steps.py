@@ -1,0 +1,126 @@
+"""Decode steps on a CPU: one token of each sequence, from inputs that stay where they are, recorded and replayed."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvloom.kv.blocks import blocks_for
+from kvloom.kv.codec import LayerCache
+from kvloom.models.decoder import Batch, Decoder
+from kvloom.ops.native import library
+from kvloom.ops.recording import Recorder, Recording
+from kvloom.ops.sampling import likeliest
+from kvloom.request import Slice
+
+log = logging.getLogger(__name__)
+
+Result = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+"""fp32 logits [sequences, vocab] and what ``likeliest`` finds in them; both until the next step."""
+
+
+class DecodeInputs:
+    """The inputs of decode steps, at the same addresses in every step.
+
+    Args:
+        sequences: most sequences in a step.
+        context_length: longest sequence in tokens.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, sequences: int, context_length: int, block_size: int):
+        self._context_length = context_length
+        self._block_size = block_size
+        self._tokens, self._positions, self._slots = self._rows = np.zeros((3, sequences), dtype=np.int64)
+        self._lengths = np.zeros(sequences, dtype=np.int32)
+        self._tables = np.zeros((sequences, blocks_for(context_length, block_size)), dtype=np.int32)
+        self._starts = torch.arange(sequences + 1, dtype=torch.int32)
+        self._all_rows = torch.arange(sequences)
+        self._written: list[list[int]] = [[] for _ in range(sequences)]
+
+    def fill(self, slices: Sequence[Slice]) -> None:
+        """Write a step's inputs, a row for each slice."""
+        tokens, positions, slots = [], [], []
+        for row, piece in enumerate(slices):
+            sequence, position = piece.sequence, piece.start
+            blocks = sequence.blocks
+            if self._written[row] != blocks:
+                self._tables[row, : len(blocks)] = blocks
+                self._written[row] = blocks.copy()
+            tokens.append(sequence.tokens[position])
+            positions.append(position)
+            slots.append(blocks[position // self._block_size] * self._block_size + position % self._block_size)
+        count = len(slices)
+        self._rows[:, :count] = tokens, positions, slots
+        np.add(self._positions[:count], 1, out=self._lengths[:count], casting="unsafe")
+
+    def batch(self, count: int) -> Batch:
+        """Views of the first ``count`` rows."""
+        return Batch(
+            tokens=torch.from_numpy(self._tokens[:count]),
+            positions=torch.from_numpy(self._positions[:count]),
+            slots=torch.from_numpy(self._slots[:count]),
+            query_starts=self._starts[: count + 1],
+            seq_lens=torch.from_numpy(self._lengths[:count]),
+            block_tables=torch.from_numpy(self._tables[:count]),
+            logit_rows=self._all_rows[:count],
+            max_queries=1,
+            max_length=self._context_length,
+        )
+
+
+class DecodeSteps:
+    """Computes decode steps. The first one of a number of sequences is recorded, the others replay it.
+
+    A replay calls the same functions on the same memory as the first step did, so the logits are the same, bit for bit.
+    What a model does outside the library's functions can't be replayed: such a model's steps are all computed.
+
+    Args:
+        decoder: the model.
+        layers: the cache's memory, per layer.
+        sequences: most sequences in a step.
+        context_length: longest sequence in tokens.
+        record: False to compute every step.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: list[LayerCache],
+        sequences: int,
+        context_length: int,
+        *,
+        record: bool = True,
+    ):
+        self._decoder = decoder
+        self._layers = layers
+        self._inputs = DecodeInputs(sequences, context_length, layers[0][0].shape[2])
+        self._recorder = Recorder(sequences) if record and library() is not None else None
+        self._recordings: dict[int, Recording[Result]] = {}
+
+    def take(self, slices: Sequence[Slice]) -> bool:
+        """Whether a step is one: each slice is a sequence's last token, and nothing else."""
+        return all(piece.count == 1 and piece.samples for piece in slices)
+
+    def run(self, slices: Sequence[Slice]) -> Result:
+        """Compute a decode step."""
+        count = len(slices)
+        self._inputs.fill(slices)
+        recording = self._recordings.get(count)
+        if recording is not None:
+            return recording.replay()
+        if self._recorder is None:
+            return self._compute(count)
+        recording = self._recorder.record(count, partial(self._compute, count))
+        if recording.complete:
+            self._recordings[count] = recording
+        else:
+            log.warning("decode steps can't be replayed and take longer: they need %s", recording.others[0])
+            self._recorder = None
+        return recording.result
+
+    def _compute(self, count: int) -> Result:
+        logits = self._decoder.forward(self._inputs.batch(count), self._layers)
+        return logits, likeliest(logits)

@@ -1,0 +1,6 @@
+// Calls that were written down, made again.
+#include "replay.h"
+
+extern "C" void kvloom_replay(const Word* list) {
+    while (list->operation) list = list->operation(list + 1);
+}
