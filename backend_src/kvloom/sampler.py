@@ -14,9 +14,6 @@ from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
 
-_MOST_LOGPROBS = 20
-"""The most alternatives a request may ask for. All rows look for so many: their order must not depend on neighbours."""
-
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """A uniform number in [0, 1) per row from its seed and the position of the token to draw.
@@ -70,7 +67,8 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | E
         edits = edits.to(logits.device)
         saved = edit(logits, edits)
         try:
-            tokens, _ = likeliest(logits)
+            if not all(map(_drawn, sequences)):
+                tokens, _ = likeliest(logits)
             _draw(logits, tokens, sequences)
             stuck = (logits.gather(1, tokens[:, None])[:, 0] == -torch.inf).nonzero()[:, 0].tolist()
         finally:
@@ -161,7 +159,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sequences: list[S
         wanted = [sequences[row].request.logprobs or 0 for row in rows]
         index = torch.tensor(rows, device=logits.device)
         own, top, top_ids = token_logprobs(
-            logits if len(rows) == len(logits) else logits[index], tokens[index], _MOST_LOGPROBS if any(wanted) else 0
+            logits if len(rows) == len(logits) else logits[index], tokens[index], max(wanted)
         )
         for row, count, token, logprob, values, ids in zip(
             rows, wanted, tokens[index].tolist(), own.tolist(), top.tolist(), top_ids.tolist(), strict=True

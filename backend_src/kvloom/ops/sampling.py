@@ -98,6 +98,7 @@ def sample(
 
         return fused(scores, temperature, min_p, top_k, top_p, uniform)
     rows, vocab = scores.shape
+    assert vocab < 2**20
     furthest = (-min_p.log()).clamp(max=_FURTHEST)
     lib = library(scores)
     if lib is not None and scores.dtype is torch.float32 and scores.stride(1) == 1:

@@ -149,7 +149,7 @@ class Row {
             const float bound = reached_by(tops_.data(), tops_.size(), how.top_k);
             cut_ = std::min(cut_, (peak - bound) / heat);
         }
-        const Tally found = tally();
+        const Tally found = limited ? tally<true>() : tally<false>();
         if (limited) whole = how.top_k < found.count ? reach(true, how.top_k).sum.mass : found.mass;
         int64_t kept = whole;
         if (how.top_p < 1.0f) kept = reach(false, nucleus(how.top_p, whole)).sum.mass;
@@ -161,7 +161,9 @@ class Row {
         return std::max<int64_t>((int64_t)std::ceil((double)top_p * (double)whole), 1);
     }
 
-    // Tallies the tokens within the cut in buckets of equal width; returns what they are together.
+    // Tallies the tokens within the cut in buckets of equal width; returns what they are together. Numbers of tokens
+    // are for top-k alone.
+    template <bool COUNTED>
     Tally tally() {
         scale_ = cut_ > 0.0f ? std::min((float)(BUCKETS - 1) / cut_, FLT_MAX) : 0.0f;
         std::fill(tallies_.begin(), tallies_.end(), Tally{});
@@ -174,7 +176,11 @@ class Row {
                 // the others in a bucket each: adding to one again and again would wait for itself
                 buckets[i] = below[i] <= cut_ ? bucket_of(below[i], scale_) : (int32_t)(BUCKETS + i);
             }
-            for (int64_t i = 0; i < size; i++) tallies_[buckets[i]].add({masses[i], 1});
+            Tally* tallies = tallies_.data();
+            for (int64_t i = 0; i < size; i++) {
+                tallies[buckets[i]].mass += masses[i];
+                if constexpr (COUNTED) tallies[buckets[i]].count++;
+            }
         });
         Tally found;
         for (int64_t b = 0; b < BUCKETS; b++) found.add(tallies_[b]);
