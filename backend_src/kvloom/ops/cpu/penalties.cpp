@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int64_t PARALLEL_PLACES = 4096;  // fewer are done before other threads have woken up
-constexpr int64_t WIDTH = LANES / 2;
+constexpr int64_t WIDTH = LANES / 2, CHUNK = 256;
 
 // Vectors have no branch on a score's sign, which nothing can foretell.
 typedef double doubles __attribute__((vector_size(8 * WIDTH)));
@@ -38,20 +38,24 @@ inline doubles rounded(doubles x) {
 extern "C" void kvloom_edit(float* scores, const int64_t* index, const double* bias, const double* repetition,
                             const double* subtracted, const uint8_t* banned, int64_t count, float* saved) {
 #pragma omp parallel for schedule(static) if (count >= PARALLEL_PLACES)
-    for (int64_t start = 0; start < count; start += WIDTH) {
-        const int64_t left = count - start, end = std::min(start + WIDTH, count);
-        double old[WIDTH] = {};
-        for (int64_t i = start; i < end; i++) {
-            if (index[i] < 0) continue;
-            saved[i] = scores[index[i]];
-            old[i - start] = saved[i];
+    for (int64_t start = 0; start < count; start += CHUNK) {
+        const int64_t size = std::min(CHUNK, count - start);
+        const int64_t* places = index + start;
+        double changed[CHUNK];
+        for (int64_t i = 0; i < size; i++) {
+            if (places[i] >= 0) saved[start + i] = scores[places[i]];
+            changed[i] = places[i] >= 0 ? saved[start + i] : 0.0;
         }
-        doubles x = rounded(some(old, WIDTH, 0.0) + some(bias + start, left, 0.0));
-        const doubles penalty = some(repetition + start, left, 1.0);
-        x = rounded(x > 0.0 ? x / penalty : x * penalty);
-        x = rounded(x - some(subtracted + start, left, 0.0));
-        for (int64_t i = start; i < end; i++)
-            if (index[i] >= 0) scores[index[i]] = banned[i] ? -__builtin_inff() : (float)x[i - start];
+        for (int64_t i = 0; i < size; i += WIDTH) {
+            const int64_t at = start + i, left = count - at;
+            doubles x = rounded(some(changed + i, size - i, 0.0) + some(bias + at, left, 0.0));
+            const doubles penalty = some(repetition + at, left, 1.0);
+            x = rounded(x > 0.0 ? x / penalty : x * penalty);
+            x = rounded(x - some(subtracted + at, left, 0.0));
+            std::memcpy(changed + i, &x, sizeof x);
+        }
+        for (int64_t i = 0; i < size; i++)
+            if (places[i] >= 0) scores[places[i]] = banned[start + i] ? -__builtin_inff() : (float)changed[i];
     }
 }
 
