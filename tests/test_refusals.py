@@ -1,14 +1,19 @@
-"""What a refusal leaves behind: nothing. Triton's objects must be freed while its stub lives."""
+"""What a refusal says, and what it leaves behind: nothing. Triton's objects must be freed while its stub lives."""
 
 import gc
+import json
+import re
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import MAX_CHARACTERS, SamplingParams
-from kvloom.serving.sampling import validate
+from kvloom.serving.options import KvOptions, read_kv
+from kvloom.serving.sampling import INPUTS, sampling_params, validate
 
 
 class Held:
@@ -34,3 +39,23 @@ def test_a_refused_request_is_freed_at_once(no_collection, keys):
         raise AssertionError("not refused")
 
     assert refuse()() is None
+
+
+@pytest.mark.parametrize("key", [*KvOptions.model_fields, "retain", "kv.dtype", "max_tokens"])
+@pytest.mark.parametrize("wrong", [[], {}, "odd", True, -7])
+def test_what_is_wrong_in_kv_is_named_as_kvs(key, wrong):
+    with pytest.raises(InvalidArgument, match=rf"^INVALID_ARG: kv\.{re.escape(key)}: "):
+        read_kv({"kv": np.array([[json.dumps({key: wrong}).encode()]], dtype=object)}, "fp32")
+
+
+@pytest.mark.parametrize("model", ["generate", "llm"])
+def test_an_unknown_key_is_told_all_that_it_may_have_meant(model):
+    text = (Path(__file__).parents[1] / "model_repository" / model / "config.pbtxt").read_text()
+    declared = re.findall(r'name: "(\w+)"', text.partition("\ninput ")[2].partition("\noutput ")[0])
+    assert sorted(declared) == sorted(INPUTS)
+    for odd in ("text_inptu", "deadlin_ms"):
+        for inputs, parameters in (({}, {odd: 1}), ({"sampling_parameters": json.dumps({odd: 1})}, {})):
+            tensors = {name: np.array([[value.encode()]], dtype=object) for name, value in inputs.items()}
+            with pytest.raises(InvalidArgument, match=f"^INVALID_ARG: {odd}: unknown key; known: ") as refused:
+                sampling_params(tensors, parameters, 100)
+            assert {*SamplingParams.model_fields, *declared} <= set(re.findall(r"\w+", str(refused.value)))

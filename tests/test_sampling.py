@@ -11,12 +11,22 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from kvloom import sampler
 from kvloom.errors import Internal
+from kvloom.fetch import cache_folder
 from kvloom.ops import sampling
+from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.sampling import greedy, sample
 from kvloom.request import Request, Sampled, SamplingParams, Sequence
 from kvloom.sampler import choose, uniforms
 
 VOCAB = 50
+
+
+@pytest.fixture(params=["torch", "C++"], autouse=True)
+def _form(request):
+    if request.param == "C++":
+        assert use_native(cache_folder("ops"))
+    yield
+    stop_using_native()
 
 
 def draw(logits, n, temperature=1.0, top_k=VOCAB, top_p=1.0, min_p=0.0, seed=0):
@@ -168,6 +178,7 @@ def test_first_look_and_full_sort_draw_the_same(monkeypatch):
             rng.uniform(0, 1, 64),
         )
     ]
+    stop_using_native()
     quick = sample(logits, *params)
     for candidates in (1, 10, 5000):
         monkeypatch.setattr(sampling, "_CANDIDATES", candidates)

@@ -245,6 +245,7 @@ class Sequence(Holding):
         rank: its place among others: the lower, the earlier its turn.
         end_ids: tokens that end the answer, and so may not come before min_tokens.
         banned: what ``bad_words`` forbids.
+        changes: what the sampler keeps from step to step, and nobody else looks at: see ``ScoreChanges``.
     """
 
     request: Request
@@ -256,6 +257,7 @@ class Sequence(Holding):
     rank: tuple[float, int] = (0.0, 0)
     end_ids: frozenset[int] = frozenset()
     banned: Banned = field(default_factory=dict)
+    changes: object = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

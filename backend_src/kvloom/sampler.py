@@ -1,25 +1,21 @@
 """Logits to tokens: the parameters of a step's rows, batched."""
 
 import logging
-from collections.abc import Collection, Iterable
-from itertools import chain
 
 import numpy as np
 import torch
 
+from kvloom.changes import ScoreChanges, join
 from kvloom.errors import Internal, InvalidArgument
 from kvloom.ops.logprobs import token_logprobs
-from kvloom.ops.penalties import add_bias, ban, penalize_counts, penalize_repetition
-from kvloom.ops.sampling import greedy, likeliest, sample
+from kvloom.ops.penalties import Edits, edit, restore
+from kvloom.ops.sampling import likeliest, sample
 from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
 
 _COLDEST = torch.finfo(torch.float32).tiny
 """A temperature below it is 0 in fp32."""
-
-_MOST_LOGPROBS = 20
-"""The most alternatives a request may ask for. All rows look for so many: their order must not depend on neighbours."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -50,7 +46,7 @@ def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | No
     """The next token of each sequence, or what went wrong with that sequence alone.
 
     Args:
-        logits: fp32 [R, vocab], a row per sequence; left as they are.
+        logits: fp32 [R, vocab], contiguous, a row per sequence. Changed on the way and put back.
         sequences: R sequences whose known tokens are all computed.
         best: ``likeliest(logits)`` where that is known; its tokens are changed.
     """
@@ -75,11 +71,19 @@ def _choose(
         rest = iter(choose(logits[rows], [sequences[row] for row in rows]))
         return [next(rest) if ok else Internal("logits are not finite") for ok in are_fine]
     stuck: list[int] = []
-    rows = [row for row, s in enumerate(sequences) if _drawn(s) or _edited(s)]
-    if rows:
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index], possible = _choose_edited_or_drawn(logits, index, [sequences[row] for row in rows])
-        stuck = [row for row, ok in zip(rows, possible.tolist(), strict=True) if not ok]
+    edits = _edits(sequences, logits.shape[1])
+    if edits is None:
+        _draw(logits, tokens, sequences)
+    else:
+        edits = edits.to(logits.device)
+        saved = edit(logits, edits)
+        try:
+            if not all(map(_drawn, sequences)):
+                tokens, _ = likeliest(logits)
+            _draw(logits, tokens, sequences)
+            stuck = (logits.gather(1, tokens[:, None])[:, 0] == -torch.inf).nonzero()[:, 0].tolist()
+        finally:
+            restore(logits, edits, saved)
     outcomes = _with_logprobs(logits, tokens, sequences)
     for row in stuck:
         outcomes[row] = InvalidArgument("bad_words", "every token is banned; none is left to choose")
@@ -91,25 +95,14 @@ def _drawn(sequence: Sequence) -> bool:
     return sequence.request.params.temperature >= _COLDEST
 
 
-def _choose_edited_or_drawn(
-    logits: torch.Tensor, rows: torch.Tensor, sequences: list[Sequence]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next tokens, int64 [n], of ``rows`` int64 [n]; and whether each is possible at all, bool [n]."""
-    edited = any(map(_edited, sequences))
-    scores = logits[rows] if len(rows) < len(logits) else logits.clone() if edited else logits
-    if edited:
-        _edit(scores, sequences)
-    tokens = greedy(scores)
-    drawn = [row for row, s in enumerate(sequences) if _drawn(s)]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        tokens[index] = _draw(scores if len(drawn) == len(scores) else scores[index], [sequences[row] for row in drawn])
-    return tokens, scores.gather(1, tokens[:, None])[:, 0] > -torch.inf
-
-
-def _draw(scores: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Tokens int64 [R] drawn from scores fp32 [R, vocab] with the sequences' parameters and seeds."""
-    return sample(scores, *(tensor.to(scores.device) for tensor in draw_parameters(sequences, scores.shape[1])))
+def _draw(scores: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Put tokens drawn from scores fp32 [R, vocab] into tokens int64 [R], in the rows that are drawn."""
+    rows = [row for row, sequence in enumerate(sequences) if _drawn(sequence)]
+    if rows:
+        index = torch.tensor(rows, device=scores.device)
+        parameters = draw_parameters([sequences[row] for row in rows], scores.shape[1])
+        chosen = scores if len(rows) == len(scores) else scores[index]
+        tokens[index] = sample(chosen, *(tensor.to(scores.device) for tensor in parameters))
 
 
 def draw_parameters(sequences: list[Sequence], vocab: int) -> tuple[torch.Tensor, ...]:
@@ -144,43 +137,17 @@ def _edited(sequence: Sequence) -> bool:
     )
 
 
-def _edit(scores: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Apply logit_bias, then the penalties, then the bans to scores fp32 [R, vocab], in place."""
-    vocab, device = scores.shape[1], scores.device
-    params = [sequence.request.params for sequence in sequences]
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    biases = [p.logit_bias for p in params]
-    if any(biases):
-        rows, tokens = _pairs(biases)
-        values = np.fromiter(chain.from_iterable(bias.values() for bias in biases), np.float64, len(tokens))
-        inside = tokens < vocab
-        add_bias(scores, put((rows * vocab + tokens)[inside]), put(values[inside]))
-
-    repeated = [s.tokens if p.repetition_penalty != 1 else () for s, p in zip(sequences, params, strict=True)]
-    if any(repeated):
-        rows, tokens = _pairs(repeated)
-        strength = np.array([p.repetition_penalty for p in params])
-        penalize_repetition(scores, put(rows * vocab + tokens), put(strength[rows]))
-
-    counted = [
-        s.tokens[len(s.request.prompt_ids) :] if p.presence_penalty or p.frequency_penalty else ()
-        for s, p in zip(sequences, params, strict=True)
-    ]
-    if any(counted):
-        rows, tokens = _pairs(counted)
-        places, counts = np.unique(rows * vocab + tokens, return_counts=True)
-        presence = np.array([p.presence_penalty for p in params])[places // vocab]
-        frequency = np.array([p.frequency_penalty for p in params])[places // vocab]
-        penalize_counts(scores, put(places), put(counts), put(presence), put(frequency))
-
-    banned = [_banned(sequence) for sequence in sequences]
-    if any(banned):
-        rows, tokens = _pairs(banned)
-        inside = tokens < vocab
-        ban(scores, put((rows * vocab + tokens)[inside]))
+def _edits(sequences: list[Sequence], vocab: int) -> Edits | None:
+    """The changes of all rows' scores; None where there are none."""
+    rows: dict[int, tuple[ScoreChanges, list[int]]] = {}
+    for row, sequence in enumerate(sequences):
+        if _edited(sequence):
+            changes = sequence.changes
+            if not isinstance(changes, ScoreChanges):
+                changes = sequence.changes = ScoreChanges(sequence.request.params, sequence.request.prompt_ids, vocab)
+            changes.follow(sequence.tokens)
+            rows[row] = changes, changes.banned_entries(_banned(sequence))
+    return join(rows, vocab) if rows else None
 
 
 def _banned(sequence: Sequence) -> list[int]:
@@ -195,13 +162,6 @@ def _banned(sequence: Sequence) -> list[int]:
     return ids
 
 
-def _pairs(ids: Iterable[Collection[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Flatten each row's ids: rows and ids, int64 [N] both."""
-    lengths = [len(row) for row in ids]
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    return rows, np.fromiter(chain.from_iterable(ids), np.int64, len(rows))
-
-
 def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
     """The chosen tokens int64 [R], with log probabilities under logits fp32 [R, vocab] where they are wanted."""
     outcomes: list[Sampled | Exception] = [Sampled(token) for token in tokens.tolist()]
@@ -210,7 +170,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sequences: list[S
         wanted = [sequences[row].request.logprobs or 0 for row in rows]
         index = torch.tensor(rows, device=logits.device)
         own, top, top_ids = token_logprobs(
-            logits if len(rows) == len(logits) else logits[index], tokens[index], _MOST_LOGPROBS if any(wanted) else 0
+            logits if len(rows) == len(logits) else logits[index], tokens[index], max(wanted)
         )
         for row, count, token, logprob, values, ids in zip(
             rows, wanted, tokens[index].tolist(), own.tolist(), top.tolist(), top_ids.tolist(), strict=True

@@ -39,6 +39,10 @@ _ARGUMENTS = {
     "kvloom_int8": (_P, _B, _N, _N, _N, _P, _N, _P, _B),
     "kvloom_int8_pack": (_P, _P, _N, _N, _N, _P),
     "kvloom_likeliest": (_P, _N, _N, _P, _P),
+    "kvloom_sample": (_P, _N, _N, _N, _P, _P, _P, _P, _P, _P),
+    "kvloom_edit": (_P, _P, _P, _P, _P, _P, _N, _P),
+    "kvloom_restore": (_P, _P, _P, _N),
+    "kvloom_logprobs": (_P, _N, _N, _P, _N, _P, _P, _P),
     "kvloom_replay": (_P,),
 }
 """What the functions take; where it is declared, a call takes plain numbers, and half the time."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom.ops.gpu import runs_triton
+from kvloom.ops.native import library
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Edits:
     subtracted: torch.Tensor
     banned: torch.Tensor
 
+    def to(self, device: torch.device) -> "Edits":
+        """The same on a device."""
+        tensors = (self.index, self.bias, self.repetition, self.subtracted, self.banned)
+        return Edits(*(tensor.to(device) for tensor in tensors))
+
 
 def add_bias(scores: torch.Tensor, index: torch.Tensor, bias: torch.Tensor) -> None:
     """Add ``bias`` fp64 [N] at ``index`` int64 [N], in which no place comes twice."""
@@ -48,21 +54,6 @@ def penalize_repetition(scores: torch.Tensor, index: torch.Tensor, penalty: torc
     _store(scores, index, torch.where(old > 0, old / penalty, old * penalty))
 
 
-def penalize_counts(
-    scores: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
-) -> None:
-    """Subtract ``presence + counts * frequency``, as OpenAI's API defines them.
-
-    Args:
-        scores: fp32 [R, vocab].
-        index: int64 [N], in which no place comes twice.
-        counts: int64 [N], how often the token came, at least once.
-        presence: fp64 [N].
-        frequency: fp64 [N].
-    """
-    _store(scores, index, scores.view(-1)[index].double() - (presence + counts * frequency))
-
-
 def ban(scores: torch.Tensor, index: torch.Tensor) -> None:
     """Make the tokens at ``index`` int64 [N] impossible."""
     scores.view(-1)[index] = -torch.inf
@@ -74,6 +65,13 @@ def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
         from kvloom.ops.gpu.penalties import edit as fused
 
         return fused(scores, edits)
+    lib = library(scores)
+    if lib is not None and scores.dtype is torch.float32:
+        assert scores.is_contiguous()
+        saved = torch.empty(len(edits.index), dtype=torch.float32)
+        columns = (edits.index, edits.bias, edits.repetition, edits.subtracted, edits.banned)
+        lib.kvloom_edit(scores.data_ptr(), *(column.data_ptr() for column in columns), len(saved), saved.data_ptr())
+        return saved
     saved = scores.view(-1)[edits.index.clamp(min=0)]
     used = edits.index >= 0
     places = edits.index[used]
@@ -90,6 +88,10 @@ def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
         from kvloom.ops.gpu.penalties import restore as fused
 
         fused(scores, edits, saved)
+        return
+    lib = library(scores)
+    if lib is not None and scores.dtype is torch.float32:
+        lib.kvloom_restore(scores.data_ptr(), edits.index.data_ptr(), saved.data_ptr(), len(saved))
         return
     used = edits.index >= 0
     scores.view(-1)[edits.index[used]] = saved[used]

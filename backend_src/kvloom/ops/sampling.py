@@ -1,7 +1,6 @@
 """From scores to token ids; every row by its own parameters and independent of the others.
 
-No step mixes rows: what a row gets is the same, bit for bit, in whatever batch it comes. (So nothing is summed over a
-whole row at once: where rows are few, torch would split such a sum among threads.)
+No step mixes rows: what a row gets is the same, bit for bit, in whatever batch it comes, whatever computes it on a CPU.
 """
 
 import numpy as np
@@ -11,9 +10,6 @@ from kvloom.ops.gpu import runs_triton
 from kvloom.ops.native import empty, library
 from kvloom.ops.penalties import Edits, edit
 
-_BLOCK = 256
-"""Tokens whose probabilities are summed first, to find the one that is drawn among them afterwards."""
-
 _CANDIDATES = 256
 """Tokens that top-k and top-p look at first. They are nearly always enough and much cheaper than sorting them all."""
 
@@ -21,8 +17,11 @@ _CANDIDATES = 256
 NOT_FINITE, STUCK = -1, -2
 """In a token's place: the row's logits are not all finite; none of its tokens is possible."""
 
-_BELOW_ONE = 1 - 2.0**-53
-"""The largest fp64 below 1."""
+_WEIGHT_OF_LIKELIEST = 2.0**42
+"""The weights of 2^20 tokens fit into an int64 with room to spare."""
+
+_FURTHEST = 29.0
+"""How far below the likeliest a token is still possible, in natural logarithms: its weight is then just above 1."""
 
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
@@ -73,13 +72,21 @@ def sample(
 
     The order is temperature; min-p (Nguyen et al., 2024), which keeps what is at least ``min_p`` times as likely as the
     likeliest; top-k; top-p (nucleus sampling, Holtzman et al., 2019), which counts the probabilities that the others
-    left, renormalized. Of equally likely tokens those with smaller ids count as likelier.
+    left, renormalized: the fewest tokens that reach ``top_p``. Of equally likely tokens those with smaller ids count as
+    likelier. The distribution is inverted by rank where top-k or top-p are on, else by id.
+
+    In numbers, which C++ and torch follow bit for bit: a token lies ``(largest - score) / temperature`` below the
+    likeliest, in fp32, by which it is ranked; what lies further than ``-log(min_p)`` or ``_FURTHEST`` is impossible.
+    Its weight is ``exp`` of minus that, in fp32, times 2^42, cut to an integer; sums of integers are exact in any
+    order. The nucleus' least weight is ``top_p`` of the weight before, and the weight to pass ``uniform`` of the weight
+    that is left: products in fp64.
 
     Args:
-        scores: fp32 [R, vocab]; not NaN, not +inf; -inf is never drawn unless a row has nothing else.
+        scores: fp32 [R, vocab], less than 2^20 of a row; not NaN, not +inf; -inf is never drawn unless a row has
+            nothing else.
         temperature: fp32 [R], above 0.
         min_p: fp32 [R]; 0 where it is off.
-        top_k: int64 [R]; the vocabulary's size where it is off.
+        top_k: int64 [R], at least 1; the vocabulary's size where it is off.
         top_p: fp32 [R]; 1 where it is off.
         uniform: fp64 [R] in [0, 1).
 
@@ -90,19 +97,27 @@ def sample(
         from kvloom.ops.gpu.sampling import sample as fused
 
         return fused(scores, temperature, min_p, top_k, top_p, uniform)
-    # the largest score becomes 0 before the division, so that no temperature, however small, can overflow it
-    # (the clamp keeps NaN out of rows that have nothing but -inf)
-    scores = scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    scores /= temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    if (min_p > 0).any():
-        scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
-    chosen = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
-    ranked = (top_k < scores.shape[1]) | (top_p < 1)
+    rows, vocab = scores.shape
+    assert vocab < 2**20
+    furthest = (-min_p.log()).clamp(max=_FURTHEST)
+    lib = library(scores)
+    if lib is not None and scores.dtype is torch.float32 and scores.stride(1) == 1:
+        chosen = torch.empty(rows, dtype=torch.int64)
+        columns = [column.contiguous() for column in (temperature, furthest, top_k, top_p, uniform)]
+        pointers = (column.data_ptr() for column in columns)
+        lib.kvloom_sample(scores.data_ptr(), rows, vocab, scores.stride(0), *pointers, chosen.data_ptr())
+        return chosen
+    # the clamp keeps NaN out of rows that have nothing but -inf
+    peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    below = (peak - scores) / temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    below.masked_fill_(below > furthest[:, None], torch.inf)
+    chosen = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    ranked = (top_k < vocab) | (top_p < 1)
     if not ranked.all():
         plain = ~ranked
-        chosen[plain] = _sample_all(_rows(scores, plain), uniform[plain])
+        chosen[plain] = _sample_all(_rows(below, plain), uniform[plain])
     if ranked.any():
-        chosen[ranked] = _sample_ranked(_rows(scores, ranked), top_k[ranked], top_p[ranked], uniform[ranked])
+        chosen[ranked] = _sample_ranked(_rows(below, ranked), top_k[ranked], top_p[ranked], uniform[ranked])
     return chosen
 
 
@@ -146,99 +161,100 @@ def pick(
     return torch.where(fine, tokens, NOT_FINITE), logprobs
 
 
-def _sample_all(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw from all tokens; arguments and result as of ``sample``, the scores' maximum being 0.
-
-    Finds a block of tokens by the blocks' sums, then a token in it: fp64 sums up to every token of every row would be
-    exact, too, but take 10 times as long.
-    """
-    vocab = scores.shape[1]
-    weights = scores.exp()
-    whole = vocab // _BLOCK * _BLOCK
-    sums = [weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)] if whole else []
-    if whole < vocab:
-        sums.append(weights[:, whole:].sum(-1, keepdim=True))
-    cumulative = torch.cat(sums, dim=1).double().cumsum(-1)
-    block = _search(cumulative, uniform, cumulative[:, -1:])[:, None]
-    # where in the block the uniform lies is as uniform as itself
-    edges = torch.nn.functional.pad(cumulative, (1, 0))
-    low, high = edges.gather(1, block), edges.gather(1, block + 1)
-    within = ((uniform[:, None] * edges[:, -1:] - low) / (high - low))[:, 0].clamp(0, _BELOW_ONE)
-    tokens = block * _BLOCK + torch.arange(min(_BLOCK, vocab), device=scores.device)
-    inside = weights.gather(1, tokens.clamp(max=vocab - 1)).double().masked_fill_(tokens >= vocab, 0).cumsum(-1)
-    return (tokens[:, 0] + _search(inside, within, inside[:, -1:])).clamp(max=vocab - 1)
+def _sample_all(below: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw from all tokens by id, given how far they lie below the likeliest; the rest as of ``sample``."""
+    cumulative = _weights(below).cumsum(-1)
+    return _passed(cumulative, _drawn(uniform, cumulative[:, -1]))
 
 
 def _sample_ranked(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+    below: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from the likeliest tokens; arguments and result as of ``sample``, the scores' maximum being 0."""
-    vocab = scores.shape[1]
-    count = min(_CANDIDATES, vocab)
-    # the likeliest token's weight is exp(0), so its probability is one over the sum of all
-    total = 1 / scores.softmax(-1).amax(-1).double()
-    ranking = scores.topk(count).values
-    value, rank, covered = _draw_rank(ranking, total, vocab, top_k, top_p, uniform)
+    """Draw from the likeliest tokens by rank, given how far all lie below the likeliest; the rest as of ``sample``."""
+    vocab = below.shape[1]
+    whole = _weights(below).sum(-1)
+    nearest = below.topk(min(_CANDIDATES, vocab), largest=False).values
+    value, rank, covered = _draw_rank(nearest, whole, vocab, top_k, top_p, uniform)
     if not covered.all():
         rest = ~covered
-        ranking = _descending(_rows(scores, rest))
-        value[rest], rank[rest], _ = _draw_rank(ranking, total[rest], vocab, top_k[rest], top_p[rest], uniform[rest])
+        nearest = _ascending(_rows(below, rest))
+        value[rest], rank[rest], _ = _draw_rank(nearest, whole[rest], vocab, top_k[rest], top_p[rest], uniform[rest])
     # the token is the rank-th of those with this value, by id
-    row, token = (scores == value[:, None]).nonzero(as_tuple=True)
-    return token[torch.searchsorted(row, torch.arange(len(scores), device=scores.device)) + rank]
+    row, token = (below == value[:, None]).nonzero(as_tuple=True)
+    return token[torch.searchsorted(row, torch.arange(len(below), device=below.device)) + rank]
 
 
 def _draw_rank(
-    ranking: torch.Tensor,
-    total: torch.Tensor,
+    nearest: torch.Tensor,
+    whole: torch.Tensor,
     vocab: int,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a place in a ranking of scores.
+    """Draw a place in a ranking.
 
     Args:
-        ranking: fp32 [R, n], a row's n largest scores, the largest first.
-        total: fp64 [R], the sum of exp over all of a row's scores.
-        vocab: how many scores a row has.
+        nearest: fp32 [R, n], how far a row's n likeliest tokens lie below the likeliest, ascending.
+        whole: int64 [R], the weight of all of a row's tokens.
+        vocab: how many tokens a row has.
         top_k: as ``sample``, and so are the following.
         top_p: see there.
         uniform: see there.
 
     Returns:
-        The score drawn, fp32 [R]; the number of equal scores before it, int64 [R]; and whether the n scores were
+        The distance drawn, fp32 [R]; the number of equal ones before it, int64 [R]; and whether the n tokens were
         enough to tell, bool [R].
     """
-    count = ranking.shape[1]
-    cumulative = ranking.double().exp_().cumsum(-1)
+    count = nearest.shape[1]
+    cumulative = _weights(nearest).cumsum(-1)
     limited = top_k < vocab
-    at_top_k = cumulative.gather(1, (top_k.clamp(max=count) - 1)[:, None])[:, 0]
-    # rounding must cut nothing where top-p is off
-    nucleus = torch.where(top_p < 1, top_p.double() * torch.where(limited, at_top_k, total), torch.inf)
+    whole = torch.where(limited, cumulative.gather(1, (top_k.clamp(max=count) - 1)[:, None])[:, 0], whole)
+    nucleus = (top_p.double() * whole.double()).ceil().long().clamp(min=1)
     # the token that takes the sum to the limit still belongs to the nucleus, and so the first always does
-    kept = torch.searchsorted(cumulative, nucleus[:, None])[:, 0] + 1
-    covered = torch.where(limited, top_k <= count, kept <= count) if count < vocab else torch.ones_like(limited)
-    kept = kept.minimum(top_k).clamp(max=count)
-    index = _search(cumulative, uniform, cumulative.gather(1, (kept - 1)[:, None]))[:, None]
-    value = ranking.gather(1, index)
-    first = torch.searchsorted(-ranking, -value)
+    last = torch.searchsorted(cumulative, torch.where(top_p < 1, nucleus, whole)[:, None])
+    covered = torch.where(limited, top_k <= count, last[:, 0] < count) if count < vocab else torch.ones_like(limited)
+    kept = cumulative.gather(1, last.clamp(max=count - 1))[:, 0]
+    index = _passed(cumulative, _drawn(uniform, kept))[:, None]
+    value = nearest.gather(1, index)
+    first = torch.searchsorted(nearest, value)
     return value[:, 0], (index - first)[:, 0], covered
 
 
-def _search(cumulative: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Index [R] at which ``cumulative`` fp64 [R, n] passes ``uniform`` fp64 [R] of ``total`` fp64 [R, 1]."""
-    # no uniform below 1 rounds the product up to the total, so a token of no probability is never passed to
-    index = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
-    return index.clamp(max=cumulative.shape[1] - 1)
+def _weights(below: torch.Tensor) -> torch.Tensor:
+    """Weights int64 of tokens that lie so far, fp32, below the likeliest; that of an infinite distance is 0.
+
+    ``exp(-below)`` in fixed point, by operations that C++ can do bit for bit: 2^n * e^r with abs(r) <= ln(2) / 2, ln(2)
+    in two parts (Cephes' expf).
+    """
+    x = -below.clamp(max=87.0)
+    n = x * 1.44269504088896341 + 12582912.0 - 12582912.0
+    r = x - n * 0.693359375
+    r = r - n * -2.12194440e-4
+    p = torch.full_like(r, 1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + factor
+    p = p * (r * r) + r + 1.0
+    scale = (n.int() + 127 << 23).view(torch.float32)
+    return (p * scale * _WEIGHT_OF_LIKELIEST).long()
 
 
-def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """Each row sorted, the largest first."""
-    if scores.is_cpu:
+def _drawn(uniform: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The weight int64 [R] to pass, given uniforms fp64 [R] and the weights int64 [R] of what is drawn from."""
+    return (uniform * kept.double()).long().minimum(kept - 1)
+
+
+def _passed(cumulative: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Index [R] at which ``cumulative`` int64 [R, n] passes ``drawn`` int64 [R]; never that of a weight of 0."""
+    return torch.searchsorted(cumulative, drawn[:, None], right=True)[:, 0].clamp(max=cumulative.shape[1] - 1)
+
+
+def _ascending(below: torch.Tensor) -> torch.Tensor:
+    """Each row sorted, the smallest first."""
+    if below.is_cpu:
         # numpy sorts values alone, torch always finds their places too: half as fast
-        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
-    return scores.sort(dim=-1, descending=True).values
+        return torch.from_numpy(np.sort(below.numpy(), axis=-1))
+    return below.sort(dim=-1).values
 
 
 def _rows(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """Sampling parameters from the three places a request may put them: request parameters, JSON, tensors."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import SamplingParams
-from kvloom.serving.fields import FORWARDED, Inputs, many, one
+from kvloom.serving.fields import FORWARDED, PROMPTS, RETURNED, Inputs, many, one
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,6 +33,22 @@ SCALARS = {
 }
 """[1, 1] tensors and the keys they set."""
 
+INPUTS = (
+    *PROMPTS,
+    "stream",
+    "sampling_parameters",
+    *SCALARS,
+    *WORDS,
+    "exclude_input_in_output",
+    *RETURNED,
+    "kv",
+    "stream_interval_ms",
+    "priority",
+    "deadline_ms",
+    "cache_salt",
+)
+"""Every input of both models."""
+
 MAX_JSON = 2**20
 """The most characters of the sampling JSON: parsing holds up everybody else."""
 
@@ -53,7 +69,7 @@ def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: i
             raise InvalidArgument("sampling_parameters", f"at most {MAX_JSON} characters, not {len(text)}")
         keys |= json_object("sampling_parameters", text)
     keys |= _from_tensors(inputs)
-    params = validate(SamplingParams, keys)
+    params = validate(SamplingParams, keys, inputs=INPUTS)
     outside = [token for token in (*params.stop_token_ids, *params.logit_bias) if token >= vocab_size]
     if outside:
         key = "stop_token_ids" if outside[0] in params.stop_token_ids else "logit_bias"
@@ -61,8 +77,14 @@ def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: i
     return params
 
 
-def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
+def validate(model: type[Model], keys: Mapping[str, Any], prefix: str = "", inputs: Collection[str] = ()) -> Model:
     """Check keys against a pydantic model, as strictly as JSON can be checked.
+
+    Args:
+        model: what the keys may be.
+        keys: a client's.
+        prefix: comes before a key's name in errors.
+        inputs: names that a key may have been meant for, as a tensor.
 
     Raises:
         InvalidArgument: in the contract's form, for the first key at fault.
@@ -73,9 +95,11 @@ def validate(model: type[Model], keys: Mapping[str, Any]) -> Model:
     except ValidationError as error:
         # without the context: a validator's own error in it, and its frames, would hold this request in a cycle
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
+        key = prefix + _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
         if first["type"] == "extra_forbidden":
-            raise InvalidArgument(key, f"unknown key; known: {', '.join(model.model_fields)}") from error
+            known = f"unknown key; known: {', '.join(model.model_fields)}"
+            others = [name for name in inputs if name not in model.model_fields]
+            raise InvalidArgument(key, known + (f"; inputs: {', '.join(others)}" if others else "")) from error
         raise InvalidArgument(key, first["msg"].removeprefix("Value error, ")) from error
 
 
