@@ -164,7 +164,7 @@ private:
                 if (task.decode) {
                     const int64_t stride = shape_.block_size * D;
                     attend_decode<D>(group_, (const bf16*)q_.queries + row(task, 0), {k_, &places, stride}, v_,
-                                       {k_, &next, stride}, shape_.scale, state, (bf16*)buffers.weights);
+                                     {k_, &next, stride}, shape_.scale, state, (bf16*)buffers.weights);
                     continue;
                 }
             }
