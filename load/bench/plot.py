@@ -1,4 +1,7 @@
-"""The results as one picture: a field for each case, a bar for each engine, a mark for its floor."""
+"""The results as one picture: a field for each case, a bar for each engine, a mark for its floor.
+
+Colours are precisions; peers are paler than kvloom.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,33 +11,38 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.tables import Column, columns, title
+from bench.variants import OWN_NAME
 from kvloom_load import plots  # noqa: F401 how all plots look
 
 ACROSS = 3
 WIDTH, ROW_HEIGHT, HEAD = 13.0, 0.2, 0.6
+PALE = 0.45
+
+LEFT_OUT = ("same_first_token", "kv_memory", "loaded_rss")
 
 
 def draw(made: Sequence[dict[str, Any]], file: Path) -> None:
     """Write the picture; its name says in which format."""
-    wanted = [column for column in columns(made) if column[0] != "same_first_token"]
-    engines = list(dict.fromkeys(row["engine"] for row in made if "value" in row))
+    # floors are marks
+    made = [row for row in made if "value" in row and not row["engine"].startswith("floor ")]
+    wanted = [column for column in columns(made) if column[0] not in LEFT_OUT]
+    engines = list(dict.fromkeys(row["engine"] for row in made))
     down = -(-len(wanted) // ACROSS)
     figure = Figure(figsize=(WIDTH, down * (HEAD + ROW_HEIGHT * len(engines))), layout="constrained")
-    fields = figure.subplots(down, ACROSS, squeeze=False, sharey=True).flat
+    fields = list(figure.subplots(down, ACROSS, squeeze=False, sharey=True).flat)
     for axes, column in zip(fields, wanted, strict=False):
         _field(axes, column, engines, made)
-    for axes in list(fields)[len(wanted) :]:
+    for axes in fields[len(wanted) :]:
         axes.set_visible(False)
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def _field(axes: Axes, column: Column, engines: list[str], made: Sequence[dict[str, Any]]) -> None:
-    here = {row["engine"]: row for row in made if (row.get("case"), row.get("size")) == column and "value" in row}
-    colours = dict.fromkeys(row["precision"] for row in made)
-    for number, precision in enumerate(colours):
-        names = [name for name in engines if name in here and here[name]["precision"] == precision]
-        axes.barh([engines.index(name) for name in names], [here[name]["value"] for name in names], color=f"C{number}")
+    here = {row["engine"]: row for row in made if (row["case"], row["size"]) == column}
+    precisions = list(dict.fromkeys(row["precision"] for row in made))
     for name, row in here.items():
+        colour = (f"C{precisions.index(row['precision'])}", 1.0 if name.startswith(OWN_NAME) else PALE)
+        axes.barh(engines.index(name), row["value"], color=colour)
         axes.text(row["value"], engines.index(name), f" {row['value']:,.0f}", va="center", fontsize=7)
         if "floor" in row:
             axes.plot([row["floor"]], [engines.index(name)], "k|", markersize=9)
@@ -42,4 +50,4 @@ def _field(axes: Axes, column: Column, engines: list[str], made: Sequence[dict[s
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.margins(x=0.15)
     axes.set_title(title(column))
-    axes.grid(visible=False, axis="y")
+    axes.grid(visible=False)

@@ -48,7 +48,7 @@ class Variant:
     environment: str = OWN
     most_streams: int = 64
     skips: Mapping[str, str] = field(default_factory=dict)
-    memory_gib: float = 2.3
+    memory_gib: float = 2.0
     kv_gib: float | None = KV_GIB
 
 
