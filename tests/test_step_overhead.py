@@ -21,8 +21,8 @@ from some_tokenizers import default_tokenizer
 BLOCK_SIZE, BLOCKS, VOCAB = 32, 1024, 49_152
 PROMPT, STEPS = 140, 200
 
-LIMIT_S = 1.5e-3
-"""For 32 greedy answers."""
+LIMIT_S = {1: 0.3e-3, 32: 1.0e-3}
+"""By the number of greedy answers."""
 
 
 class NoModel:
@@ -82,4 +82,4 @@ def test_a_step_without_its_model(rows):
     # other processes of a busy machine lengthen steps, nothing shortens them
     quick = sorted(seconds[1:])[len(seconds) // 10]
     print(f"{rows} rows: {quick * 1e3:.2f} ms, median {sorted(seconds)[len(seconds) // 2] * 1e3:.2f} ms")
-    assert quick < LIMIT_S
+    assert quick < LIMIT_S[rows]
