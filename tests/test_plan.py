@@ -105,7 +105,7 @@ def test_without_a_compiler_the_scores_of_a_full_chunk_dominate_a_long_context(s
 def test_the_logits_of_all_rows_dominate_a_large_vocabulary(spec):
     wide = replace(spec, vocab_size=200_000)
     logits = 64 * 200_000 * 4
-    assert 2 * logits < step_bytes(wide, torch.float32, 4, 64, 64, 64) < 10 * logits
+    assert 2 * logits < step_bytes(wide, torch.float32, 4, 64, 64, 64) < 11 * logits
 
 
 def test_sizes_units_and_percent(spec):

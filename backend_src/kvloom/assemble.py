@@ -42,12 +42,13 @@ class Assembly:
     limits: Limits
 
 
-def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
+def assemble(settings: Settings, triton: Triton | None = None, *, record: bool = True) -> Assembly:
     """Load the model and build everything around it.
 
     Args:
         settings: the server's.
         triton: hears which conversations there are; None: there is no Triton.
+        record: False to compute every decode step of a CPU op by op, for who wants to see the ops.
 
     Raises:
         SettingsError: a setting does not fit the model or the machine.
@@ -81,7 +82,7 @@ def assemble(settings: Settings, triton: Triton | None = None) -> Assembly:
         limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
         runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
     else:
-        decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length)
+        decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length, record=record)
         runner = Runner(decoder, storage, host_storage, settings.block_size, decodes)
     scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
     limits = Limits(

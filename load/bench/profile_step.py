@@ -1,5 +1,7 @@
 """Where the time of a decode step goes: the engine in-process, with a clock around every op.
 
+The ops are timed in steps that are computed one by one; the step that is served replays a recording of them.
+
 An op's floor is what it takes at least to read its weights, or the keys and values that it attends to, or to multiply.
 """
 
@@ -16,7 +18,7 @@ from unittest.mock import patch
 from bench.floors import Floors, Machine
 from bench.prompts import PromptSource
 from bench.variants import IN_PROCESS
-from kvloom import runner
+from kvloom import decode_steps, runner
 from kvloom.assemble import assemble
 from kvloom.config import Settings
 from kvloom.engine import Engine
@@ -30,6 +32,7 @@ PROMPT, NEW = 128, 64
 
 OPS = ("add_rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
 STEP, MODEL, BATCH, SAMPLING = "whole step", "model", "batch tensors", "sampling"
+REPLAYED = "whole step, replayed"
 MODEL_REST, STEP_REST = "between the ops", "scheduler, commit, text"
 
 
@@ -65,34 +68,30 @@ def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequ
     source = PromptSource.default()
     rows = []
     for count in streams:
-        clock = Clock()
-        with ExitStack() as patches:
-            loop = Loop(partial(_timed, settings, clock, count, patches))
-            for _ in range(2):  # the first time, everything is new
-                clock.seconds.clear()
-                clock.steps = 0
-                _answer(loop, source.take(count, PROMPT))
-            loop.stop()
-        rows += _rows(clock, count, spec, machine, settings)
+        clocks = []
+        for engine in (_timed_by_op, _timed):
+            clock = Clock()
+            clocks.append(clock)
+            with ExitStack() as patches:
+                loop = Loop(partial(engine, settings, clock, count, patches))
+                for _ in range(2):  # the first time, everything is new
+                    clock.seconds.clear()
+                    clock.steps = 0
+                    _answer(loop, source.take(count, PROMPT))
+                loop.stop()
+        rows += _rows(*clocks, count, spec, machine, settings)
     return rows
 
 
-def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack) -> Engine:
-    """The engine, all of whose ops are timed in steps that give each of ``streams`` sequences a token."""
-    engine = assemble(settings).engine
-    model: decoder.Decoder = engine._runner._decoder
-    for layer in model._layers:
-        for name, op in vars(layer).items():
-            if callable(op):
-                setattr(layer, name, clock.around(name, op))
-    model._head = clock.around("head", model._head)
-    for name in OPS:
-        patches.enter_context(patch.object(decoder, name, clock.around(name, getattr(decoder, name))))
-    build_batch, step = runner.build_batch, engine.step
+def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *, record: bool = True) -> Engine:
+    """The engine, whose steps that give each of ``streams`` sequences a token are timed."""
+    engine = assemble(settings, record=record).engine
+    inputs, step = engine._runner._decodes._inputs, engine.step
+    fill = clock.around(BATCH, inputs.fill)
 
-    def begin(slices: list[Slice], block_size: int) -> decoder.Batch:
-        clock.on = [piece.count for piece in slices] == [1] * streams
-        return clock.around(BATCH, build_batch)(slices, block_size)
+    def begin(slices: Sequence[Slice]) -> None:
+        clock.on = len(slices) == streams
+        fill(slices)
 
     def whole() -> None:
         began = time.perf_counter()
@@ -102,9 +101,24 @@ def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack) -
             clock.seconds[STEP] += time.perf_counter() - began
             clock.steps += 1
 
-    patches.enter_context(patch.object(runner, "build_batch", begin))
-    patches.enter_context(patch.object(runner, "choose", clock.around(SAMPLING, runner.choose)))
+    patches.enter_context(patch.object(inputs, "fill", begin))
     patches.enter_context(patch.object(engine, "step", whole))
+    return engine
+
+
+def _timed_by_op(settings: Settings, clock: Clock, streams: int, patches: ExitStack) -> Engine:
+    """The same, and all its ops are."""
+    engine = _timed(settings, clock, streams, patches, record=False)
+    model: decoder.Decoder = engine._runner._decoder
+    for layer in model._layers:
+        for name, op in vars(layer).items():
+            if callable(op):
+                setattr(layer, name, clock.around(name, op))
+    model._head = clock.around("head", model._head)
+    for name in OPS:
+        patches.enter_context(patch.object(decoder, name, clock.around(name, getattr(decoder, name))))
+    for module, name in ((runner, "choose"), (decode_steps, "likeliest")):
+        patches.enter_context(patch.object(module, name, clock.around(SAMPLING, getattr(module, name))))
     patches.enter_context(patch.object(model, "forward", clock.around(MODEL, model.forward)))
     return engine
 
@@ -124,13 +138,16 @@ def _answer(loop: Loop, prompts: list[list[int]]) -> None:
         left.acquire()
 
 
-def _rows(clock: Clock, streams: int, spec: ModelSpec, machine: Machine, settings: Settings) -> list[dict[str, Any]]:
-    assert clock.steps, "no step gave every stream a token"
+def _rows(
+    clock: Clock, replayed: Clock, streams: int, spec: ModelSpec, machine: Machine, settings: Settings
+) -> list[dict[str, Any]]:
+    assert clock.steps and replayed.steps, "no step gave every stream a token"
     ms = {name: 1000 * seconds / clock.steps for name, seconds in clock.seconds.items()}
     around = (STEP, MODEL, BATCH, SAMPLING)
     inside = sum(time for name, time in ms.items() if name not in around)
     ms[MODEL_REST] = ms[MODEL] - inside
     ms[STEP_REST] = ms[STEP] - ms[MODEL] - ms[BATCH] - ms[SAMPLING]
+    ms[REPLAYED] = 1000 * replayed.seconds[STEP] / replayed.steps
     floors = _floors(streams, spec, machine, settings)
     return [
         {
@@ -140,7 +157,7 @@ def _rows(clock: Clock, streams: int, spec: ModelSpec, machine: Machine, setting
             "share": round(time / ms[STEP], 4),
             "floor_ms": round(floors[name], 3) if name in floors else None,
         }
-        for name, time in sorted(ms.items(), key=lambda item: (item[0] == STEP, -item[1]))
+        for name, time in sorted(ms.items(), key=lambda item: (item[0] == REPLAYED, item[0] == STEP, -item[1]))
         if name != MODEL
     ]
 
@@ -160,5 +177,5 @@ def _floors(streams: int, spec: ModelSpec, machine: Machine, settings: Settings)
     seconds = {name: floors.product(streams, count) for name, count in weights.items()}
     seconds["head"] = floors.product(streams, spec.vocab_size * hidden, head=True)
     seconds["paged_attention"] = floors.attention(streams * context, streams * context)
-    seconds[STEP] = floors.decode(streams, context)
+    seconds[STEP] = seconds[REPLAYED] = floors.decode(streams, context)
     return {name: 1000 * time for name, time in seconds.items()}

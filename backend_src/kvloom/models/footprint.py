@@ -102,4 +102,9 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
     # gate and up, the activated gate, its product with up
     mlp = 4 * tokens * spec.intermediate_size * size
     logits = rows * spec.vocab_size * max(SAMPLER_LOGITS * fp32, size + fp32)
-    return max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
+    kept = 0
+    if find_compiler() is not None:
+        # what decode steps are recorded on stays: their stream, queries, keys and values, attention, MLP, logits
+        numbers = 2 * spec.hidden_size + 3 * heads_out + 2 * kv_out + 3 * spec.intermediate_size
+        kept = rows * (2 * spec.hidden_size * fp32 + numbers * size + spec.vocab_size * fp32)
+    return kept + max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
