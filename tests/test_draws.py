@@ -68,9 +68,13 @@ def in_all_forms(scores: torch.Tensor, parameters: list[torch.Tensor]) -> list[i
 
 def assert_right(token: int, scores: np.ndarray, temperature, min_p, top_k, top_p, uniform) -> None:
     """By the definition in float64 the token's share of [0, 1) holds the uniform, up to fp32's rounding."""
+    if not np.isfinite(scores).any():
+        assert token == 0
+        return
     below = (scores.max() - scores) / np.float32(temperature)
     weights = np.exp(-below.astype(np.float64))
-    weights[weights < np.float32(min_p) * (1 - 1e-6)] = 0
+    if min_p:
+        weights[below > -np.log(np.float32(min_p))] = 0
     ranked = top_k < len(scores) or top_p < 1
     order = np.argsort(below, kind="stable") if ranked else np.arange(len(scores))
     weights = weights[order]
