@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from kvloom_client import AsyncClient, Client, ConnectionFailed, Internal, RequestFailed, Unavailable
+from kvloom_client import AsyncClient, Client, ConnectionFailed, Internal, RequestFailed, Unavailable, UnknownSequence
 
 BUSY = "UNAVAILABLE: queue full"
 
@@ -170,3 +170,69 @@ def test_control_requests():
         assert first == {"op": "status", "conversation": 7, "more": 1}
         assert second == {"op": "ping"}
         assert len({request.parameters["sequence_id"].string_param for request in server.requests}) == 2
+
+
+LOST_BY_TRITON = (
+    "inference request for sequence 7 to model 'llm' must specify the START flag on the first request of the sequence"
+)
+STATUS = ['{"op": "status", "ok": true}']
+
+
+def turns_sync(url: str, count: int) -> list[str]:
+    with Client(url) as client:
+        talk = client.conversation(7)
+        return [talk.generate(text_input=str(number), timeout=30).text for number in range(count)]
+
+
+def turns_async(url: str, count: int) -> list[str]:
+    async def ask():
+        async with AsyncClient(url) as client:
+            talk = client.conversation(7)
+            return [(await talk.generate(text_input=str(number), timeout=30)).text for number in range(count)]
+
+    return asyncio.run(ask())
+
+
+both = pytest.mark.parametrize("turns", [turns_sync, turns_async], ids=["sync", "async"])
+
+
+def place(request) -> tuple[int, bool, bool]:
+    return (
+        request.parameters["sequence_id"].int64_param,
+        request.parameters["sequence_start"].bool_param,
+        request.parameters["sequence_end"].bool_param,
+    )
+
+
+@both
+def test_a_conversation_that_only_triton_has_lost_is_opened_there_and_the_turn_sent_again(turns):
+    with Scripted(["a"], LOST_BY_TRITON, STATUS, ["b"]) as server:
+        assert turns(server.url, 2) == ["a", "b"]
+        start, turn, opening, again = server.requests
+    assert place(start) == (7, True, False)
+    assert place(turn) == place(again) == (7, False, False)
+    assert (inputs(turn), turn.id) == (inputs(again), again.id)
+    assert place(opening) == (7, True, False)
+    assert json.loads(inputs(opening)["control"][2][4:]) == {"op": "status", "conversation": 7}
+
+
+@both
+def test_one_that_the_engine_has_not_either_is_not_found(turns):
+    with Scripted(["a"], LOST_BY_TRITON, "NOT_FOUND: conversation 7: unknown") as server:
+        with pytest.raises(UnknownSequence, match="START flag"):
+            turns(server.url, 2)
+        assert server.answers == []
+
+
+@both
+def test_it_is_opened_once(turns):
+    with Scripted(["a"], LOST_BY_TRITON, STATUS, LOST_BY_TRITON) as server:
+        with pytest.raises(UnknownSequence):
+            turns(server.url, 2)
+        assert server.answers == []
+
+
+@both
+def test_a_conversation_that_begins_is_not_opened(turns):
+    with Scripted(LOST_BY_TRITON) as server, pytest.raises(UnknownSequence):
+        turns(server.url, 1)
