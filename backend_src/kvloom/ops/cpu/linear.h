@@ -5,8 +5,10 @@
 // same order whatever the tile.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <omp.h>
 #include <type_traits>
+#include <vector>
 
 #include "common.h"
 
@@ -88,15 +90,29 @@ static inline void for_tiles(int64_t first, int64_t end, F&& tile) {
 // Calls work(panel, width, first row, end row) for every panel and pass, in parallel.
 template <typename F>
 static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL;
-    // Runs of panels that get ever shorter: memory likes long ones, with short ones no core waits for another.
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+    const auto run = [&](int64_t panel, int64_t first, int64_t end) {
+        work(panel, std::min<int64_t>(PANEL, outputs - panel * PANEL), first, end);
+    };
+    if (rows <= ROWS || rows < threads * ROWS / 2) {
+        // Runs of panels that get ever shorter: memory likes long ones, with short ones no core waits for another.
 #pragma omp parallel
-    for (int64_t first = 0; first < rows; first += ROWS)
+        for (int64_t first = 0; first < rows; first += ROWS)
 #pragma omp for schedule(guided) nowait
-        for (int64_t panel = 0; panel < panels; panel++) {
-            const int width = std::min<int64_t>(PANEL, outputs - panel * PANEL);
-            work(panel, width, first, std::min(rows, first + ROWS));
+            for (int64_t panel = 0; panel < panels; panel++) run(panel, first, std::min(rows, first + ROWS));
+        return;
+    }
+    // Many rows: each thread has the same ones in every op, in a cache of its own, and helps others when it is done.
+    const int64_t passes = (rows + threads * ROWS - 1) / (threads * ROWS), parts = threads * passes;
+    std::vector<std::atomic<int64_t>> taken(threads);
+#pragma omp parallel num_threads(threads)
+    for (int64_t turn = 0; turn < threads; turn++) {
+        const int64_t owner = (omp_get_thread_num() + turn) % threads;
+        for (int64_t task; (task = taken[owner]++) < passes * panels;) {
+            const int64_t part = owner * passes + task / panels;
+            run(task % panels, rows * part / parts, rows * (part + 1) / parts);
         }
+    }
 }
 
 }  // namespace

@@ -19,8 +19,7 @@ struct Ahead {
 template <typename T>
 constexpr int64_t STEP_BYTES = PANEL * STEP<T> * sizeof(T);
 
-// The processor's own prefetching is the better one with fewer rows, and falls behind with more. With more than a pass
-// the weights come from the L3 cache.
+// The processor's own prefetching is the better one with fewer rows, and falls behind with more.
 constexpr int FETCHED_ROWS = 8;
 constexpr int64_t FETCH_AHEAD = 8192;  // bytes, where a panel is gone over once
 
@@ -68,7 +67,7 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
             };
             with_constant(next - m, std::make_integer_sequence<int, TILE>(), [&](auto tile_rows) {
                 constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller ones are alone
-                if (MAY_FETCH && rows >= FETCHED_ROWS && rows <= ROWS)
+                if (MAY_FETCH && rows >= FETCHED_ROWS)
                     work(tile_rows, std::bool_constant<MAY_FETCH>());
                 else
                     work(tile_rows, std::false_type());
