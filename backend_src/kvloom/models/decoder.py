@@ -147,8 +147,10 @@ class Decoder:
                 max_length=batch.max_length,
             )
             update = layer.attention_out(mixed.view(mixed.shape[0], -1))
-            hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps)
+            # of the last layer other tokens' keys and values are all that is wanted
+            wanted = batch.logit_rows if layer is self._layers[-1] else None
+            hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps, wanted)
             update = layer.down(silu_mul(layer.gate_up(hidden)))
         assert update is not None, "a model has at least one layer"
-        hidden, _ = add_rms_norm(residual, update, self._norm, eps, batch.logit_rows)
+        hidden, _ = add_rms_norm(residual, update, self._norm, eps)
         return self._head(hidden, torch.float32)

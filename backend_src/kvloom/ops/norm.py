@@ -20,7 +20,7 @@ def add_rms_norm(
         update: [T, hidden] of any float dtype, or None where there is nothing to add yet.
         weight: [hidden]; its dtype is that of the normalized result.
         eps: added to the mean of squares.
-        rows: int64 [R], the rows that are wanted, where not all T are: the last tokens, before a model's head.
+        rows: int64 [R], the rows that are wanted, where not all T are: those with logits, in a model's last layer.
 
     Returns:
         (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]); of ``rows``, R instead of T.

@@ -5,8 +5,10 @@
 // same order whatever the tile.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <omp.h>
 #include <type_traits>
+#include <vector>
 
 #include "common.h"
 
@@ -14,7 +16,7 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;
 constexpr int TILE = LANES == 16 ? 12 : 4;  // rows whose sums are in registers together
-constexpr int64_t ROWS = 96;  // rows per pass over a panel: their inputs stay in the L2 cache
+constexpr int64_t ROWS = 12 * 12;  // rows per pass over a panel: their inputs stay in the L2 cache
 
 // Inputs that one step takes: bf16 is multiplied in pairs where the machine can.
 #if defined(__AVX512BF16__)
@@ -88,14 +90,28 @@ static inline void for_tiles(int64_t first, int64_t end, F&& tile) {
 // Calls work(panel, width, first row, end row) for every panel and pass, in parallel.
 template <typename F>
 static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, passes = (rows + ROWS - 1) / ROWS, tasks = panels * passes;
-    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
-    const int64_t threads = omp_get_max_threads(), chunk = rows <= 16 ? (tasks + threads - 1) / threads : 1;
-#pragma omp parallel for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t panel = task % panels, pass = task / panels;
-        const int width = std::min<int64_t>(PANEL, outputs - panel * PANEL);
-        work(panel, width, pass * ROWS, std::min(rows, (pass + 1) * ROWS));
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+    const auto run = [&](int64_t panel, int64_t first, int64_t end) {
+        work(panel, std::min<int64_t>(PANEL, outputs - panel * PANEL), first, end);
+    };
+    if (rows <= ROWS || rows < threads * ROWS / 2) {
+        // Runs of panels that get ever shorter: memory likes long ones, with short ones no core waits for another.
+#pragma omp parallel
+        for (int64_t first = 0; first < rows; first += ROWS)
+#pragma omp for schedule(guided) nowait
+            for (int64_t panel = 0; panel < panels; panel++) run(panel, first, std::min(rows, first + ROWS));
+        return;
+    }
+    // Many rows: each thread has the same ones in every op, in a cache of its own, and helps others when it is done.
+    const int64_t passes = (rows + threads * ROWS - 1) / (threads * ROWS), parts = threads * passes;
+    std::vector<std::atomic<int64_t>> taken(threads);
+#pragma omp parallel num_threads(threads)
+    for (int64_t turn = 0; turn < threads; turn++) {
+        const int64_t owner = (omp_get_thread_num() + turn) % threads;
+        for (int64_t task; (task = taken[owner]++) < passes * panels;) {
+            const int64_t part = owner * passes + task / panels;
+            run(task % panels, rows * part / parts, rows * (part + 1) / parts);
+        }
     }
 }
 

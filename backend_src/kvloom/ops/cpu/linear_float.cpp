@@ -1,4 +1,6 @@
 // Products with weights in fp32 and bf16.
+#include <utility>
+
 #include "linear.h"
 #include "replay.h"
 
@@ -9,26 +11,69 @@ namespace {
 template <typename T>
 constexpr int64_t PART = std::is_same_v<T, bf16> ? INT64_MAX / 2 : 192;
 
-template <int R, typename T, typename O>
-void tile(const T* x, int64_t inputs, const T* panel, O* out, int64_t outputs, int width) {
+// Weights that are fetched into the L2 cache meanwhile: from `at` on, `stride` bytes per step.
+struct Ahead {
+    const char* at;
+    int64_t stride;
+};
+
+template <typename T>
+constexpr int64_t STEP_BYTES = PANEL * STEP<T> * sizeof(T);
+
+// The processor's own prefetching is the better one with fewer rows, and falls behind with more.
+constexpr int FETCHED_ROWS = 8;
+constexpr int64_t FETCH_AHEAD = 8192;  // bytes, where a panel is gone over once
+
+// Not inlined: side by side in one function, the tiles take registers from each other.
+template <int R, bool FETCH, typename T, typename O>
+__attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, O* out, int64_t outputs, int width,
+                                    Ahead ahead) {
     floats low[R] = {}, high[R] = {};
     for (int64_t first = 0; first < inputs; first += PART<T>) {
         const int64_t end = std::min(inputs, first + PART<T>);
         floats a[R] = {}, b[R] = {};
-        for (int64_t k = first; k < end; k += STEP<T>)
+        for (int64_t k = first; k < end; k += STEP<T>) {
+            if (FETCH) {
+                __builtin_prefetch(ahead.at, 0, 2);
+                if (STEP_BYTES<T> > 64) __builtin_prefetch(ahead.at + 64, 0, 2);
+                ahead.at += ahead.stride;
+            }
             for (int r = 0; r < R; r++) step(a[r], b[r], x + r * inputs + k, panel + k * PANEL);
+        }
         for (int r = 0; r < R; r++) low[r] += a[r], high[r] += b[r];
     }
     for (int r = 0; r < R; r++) store_row(out + r * outputs, low[r], high[r], width);
 }
 
+// Calls work(count), count a constant of the compiler's from 1 to the sequence's length.
+template <typename F, int... I>
+static inline void with_constant(int64_t count, std::integer_sequence<int, I...>, F&& work) {
+    ((count == I + 1 ? work(std::integral_constant<int, I + 1>()) : void()), ...);
+}
+
 template <typename T, typename O>
 void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t outputs, O* out) {
+    const int64_t bytes = inputs * PANEL * sizeof(T);
     for_panels(rows, outputs, [&](int64_t n, int width, int64_t first, int64_t end) {
-        for_tiles(first, end, [&](auto count, int64_t m) {
-            tile<count>(x + m * inputs, inputs, packed + n * inputs * PANEL, out + m * outputs + n * PANEL, outputs,
-                        width);
-        });
+        const T* panel = packed + n * inputs * PANEL;
+        const int64_t count = end - first, tiles = (count + TILE - 1) / TILE;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t m = first + count * t / tiles, next = first + count * (t + 1) / tiles;
+            Ahead ahead = {(const char*)panel + FETCH_AHEAD, STEP_BYTES<T>};
+            if (tiles > 1)  // each fetches its share of the next panel
+                ahead = {(const char*)panel + bytes + bytes * (m - first) / count, STEP_BYTES<T> * (next - m) / count};
+            const auto work = [&](auto tile_rows, auto fetch) {
+                tile<tile_rows, fetch>(x + m * inputs, inputs, panel, out + m * outputs + n * PANEL, outputs, width,
+                                       ahead);
+            };
+            with_constant(next - m, std::make_integer_sequence<int, TILE>(), [&](auto tile_rows) {
+                constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller ones are alone
+                if (MAY_FETCH && rows >= FETCHED_ROWS)
+                    work(tile_rows, std::bool_constant<MAY_FETCH>());
+                else
+                    work(tile_rows, std::false_type());
+            });
+        }
     });
 }
 

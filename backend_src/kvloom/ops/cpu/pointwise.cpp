@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_ROWS = 8;  // fewer rows are not worth another thread
+// Less is done before other threads have woken up: rows that are copied, elements with an exponential.
+constexpr int64_t PARALLEL_ROWS = 32, PARALLEL_GATES = 4096;
 
 template <typename U, typename O>
 void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, const int64_t* rows,
@@ -80,7 +81,7 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
 
 template <typename T>
 void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
-#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+#pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_GATES)
     for (int64_t r = 0; r < rows; r++) {
         const T* gate = gate_up + r * 2 * width;
         const T* up = gate + width;
