@@ -32,7 +32,8 @@ _ARGUMENTS = {
     "kvloom_groups_pack": (_B, _P, _P, _P, _N, _N, _P),
     "kvloom_groups_rows": (_B, _P, _P, _N, _N, _N, _P),
     "kvloom_int8": (_P, _B, _N, _N, _N, _P, _N, _P, _B),
-    "kvloom_int8_pack": (_P, _P, _N, _N, _N, _P),
+    "kvloom_int8_pack": (_P, _P, _N, _N, _P),
+    "kvloom_int8_rows": (_P, _P, _N, _N, _N, _P),
     "kvloom_likeliest": (_P, _N, _N, _P, _P),
 }
 """What the functions take; where it is declared, a call takes plain numbers, and half the time."""
