@@ -4,7 +4,7 @@
 
 namespace {
 
-// A panel: values [2 halves, groups, GROUP / QUAD, LANES, QUAD], offset by OFFSET; then scales in fp16 [2, groups, LANES].
+// A panel: values [2 halves, groups, GROUP / QUAD, LANES, QUAD], offset by OFFSET, then fp16 scales [2, groups, LANES].
 constexpr int64_t VALUES = GROUP * LANES;
 int64_t panel_bytes(int64_t groups) { return groups * PANEL * (GROUP + 2); }
 int64_t value_at(int64_t lane, int64_t g, int64_t k, int64_t groups) {
@@ -42,7 +42,7 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
     const int64_t groups = inputs / GROUP;
     const Tiles tiles(rows);
     const Int8Rows rounded(x, tiles, width, groups);
-    for_panels_of_tiles(tiles, groups, packed, panel_bytes(groups), outputs, [&](int64_t n, int64_t t, Ahead ahead) {
+    const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes(groups);
         const int64_t first = tiles.first(t);
         with_constant(tiles.size(t), [&](auto size) {
@@ -53,7 +53,8 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
                            outputs - column);
             }
         });
-    });
+    };
+    for_panels_of_tiles(tiles, inputs, groups, packed, panel_bytes(groups), outputs, work);
 }
 
 }  // namespace
