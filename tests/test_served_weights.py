@@ -15,7 +15,7 @@ from kvloom.models.served import ServedWeights, served_weights
 from kvloom.models.smoothing import MOST_TOKENS, TEXT, smoothing
 from kvloom.models.spec import tensor_shapes
 from kvloom.models.weights import open_model
-from kvloom.ops.linear_groups import GroupedWeight
+from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.tokenizer import Tokenizer
@@ -94,9 +94,12 @@ def test_smoothing_evens_out_what_transformers_sees(tmp_path):
             for weight, before in zip(ours, plain, strict=True):
                 assert isinstance(weight, Int8Weight)
                 smoothed = before * factor
-                step = smoothed.abs().amax(1, keepdim=True) / 127
-                assert ((weight.values * weight.scales[:, None] - smoothed).abs() <= 0.52 * step).all()
-        assert isinstance(served.pop(f"layers.{i}.mlp.down_proj.weight"), torch.Tensor)
+                step = smoothed.view(len(smoothed), -1, GROUP).abs().amax(-1).repeat_interleave(GROUP, 1) / 127
+                # scales are fp16: 127 steps are off by 2^-11 of themselves at most
+                assert ((weight.groups.dequantize() - smoothed).abs() <= 0.6 * step).all()
+        down = f"layers.{i}.mlp.down_proj.weight"
+        plain = GroupedWeight.quantize(files.tensor(down, torch.float32))
+        assert torch.equal(served.pop(down).groups.values, plain.values)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -153,7 +156,7 @@ def test_an_engine_answers_alike_alone_and_in_company(tmp_path, weights):
     assert [answer.ids for answer in answers] == alone
 
 
-LIMITS = {"bf16": (1e-3, 0.97), "int8": (3e-3, 0.95), "int4": (1e-3, 0.97), "w8a8": (1.2e-2, 0.92)}
+LIMITS = {"bf16": (1e-3, 0.97), "int8": (3e-3, 0.95), "int4": (1e-3, 0.97), "w8a8": (8e-3, 0.93)}
 """Of the mean divergence from fp32 in nats, and of the share of equal likeliest tokens."""
 
 

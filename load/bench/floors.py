@@ -35,8 +35,7 @@ PRECISIONS = {
     "int8": Precision(8, 8, "int8"),
     # groups of 32 with a scale in 16 bits
     "int8_groups": Precision(8.5, 8.5, "int8"),
-    # the down projections, a quarter of a layer's weights, are bf16; the head is in groups
-    "w8a8": Precision(10, 8.5, "int8"),
+    "w8a8": Precision(8.5, 8.5, "int8"),
     # for 32 weights Q4_1 has a scale and an offset, Q4_0 and Q8_0 a scale, in 16 bits; Q6_K is the head of Q4_0 files
     "q4_1": Precision(5, 8.5, "int8"),
     "q4_0": Precision(4.5, 6.5625, "int8"),

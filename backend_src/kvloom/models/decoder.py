@@ -12,7 +12,6 @@ from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_rows, pack_tied_linear, plain
-from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.packed_memory import Allocate, HugePages
 
@@ -94,7 +93,6 @@ def _tables(
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
     """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
     table = moved(tensors.pop("embed_tokens.weight"), device)
-    assert not isinstance(table, Int8Weight)
     if spec.tied_embeddings:
         tied = pack_tied_linear(table, dtype, allocate)
         return tied.rows, tied

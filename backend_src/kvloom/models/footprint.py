@@ -6,7 +6,6 @@ from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
 from kvloom.ops.linear_float import kernels_bytes, packed_bytes
 from kvloom.ops.linear_groups import grouped_bytes, unpacked_bytes
-from kvloom.ops.linear_int8 import int8_bytes
 from kvloom.ops.native import find_compiler
 
 SAMPLER_LOGITS = 9
@@ -30,16 +29,12 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     def grouped(shape: tuple[int, int], bits: int) -> int:
         return grouped_bytes(*shape, bits) if native else plain(shape)
 
-    def product(name: str, shape: tuple[int, int]) -> int:
-        if weights in ("int8", "int4"):
-            return grouped(shape, 8 if weights == "int8" else 4)
-        if weights == "w8a8" and name != "down":
-            return int8_bytes(*shape)
-        return plain(shape)
+    def product(shape: tuple[int, int]) -> int:
+        return grouped(shape, 4 if weights == "int4" else 8) if quantized else plain(shape)
 
     quantized = weights not in ("fp32", "bf16")
     table = spec.vocab_size, spec.hidden_size
-    layer = sum(product(name, shape) for name, shape in _layer_shapes(spec).items())
+    layer = sum(product(shape) for shape in _layer_shapes(spec).values())
     norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
     head = grouped(table, 8) if quantized else plain(table)
     embedding = 0

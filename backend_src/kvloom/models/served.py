@@ -20,15 +20,17 @@ log = logging.getLogger(__name__)
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 """The embedding and the head."""
 
+QUANTIZED = ("int8", "int4", "w8a8")
+"""Settings of ``weights`` with which every matrix is of integers."""
+
 
 class ServedWeights:
     """Reads and converts each weight when it is taken, so that only packed ones stay.
 
     ``fp32`` and ``bf16`` are plain. ``int4`` is what a GGUF file holds in groups of 4 bits, as it is; ``int8`` is
-    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is INT8 with one scale per output, for
-    activations that are rounded to INT8 per token: the products whose inputs a norm makes are smoothed by
-    ``smoothing``; the down projection, whose inputs have the outliers, is plain. Embedding and head are in groups of
-    8 bits wherever the layers are quantized.
+    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is groups of 8 bits for activations that are
+    rounded to INT8 in such groups, too; the products whose inputs a norm makes are smoothed by ``smoothing``. Embedding
+    and head are in groups of 8 bits, not smoothed, wherever the layers are quantized.
 
     Args:
         files: the model.
@@ -54,7 +56,7 @@ class ServedWeights:
         self._left = set(tensor_shapes(files.spec))
         if weights == "int4":
             self._check_int4()
-        if weights in ("int8", "int4") and library() is None:
+        if weights in QUANTIZED and library() is None:
             log.warning("weights=%s without the C++ ops: computed with, and kept as, %s", weights, dtype)
 
     def __len__(self) -> int:
@@ -64,16 +66,11 @@ class ServedWeights:
     def pop(self, name: str, /) -> Weight:
         """See ``WeightSource``."""
         self._left.remove(name)
-        quantized = self._weights in ("int8", "int4", "w8a8")
-        if not quantized or len(tensor_shapes(self._files.spec)[name]) == 1:
+        if self._weights not in QUANTIZED or len(tensor_shapes(self._files.spec)[name]) == 1:
             return self._plain(name).to(self._dtype)
-        if name in TABLES:
-            return self._grouped(name, 8)
         if self._weights == "w8a8":
-            if name.endswith("down_proj.weight"):
-                return self._plain(name).to(self._dtype)
-            return Int8Weight.quantize(self._plain(name))
-        return self._grouped(name, 4 if self._weights == "int4" else 8)
+            return Int8Weight(self._grouped(name, 8))
+        return self._grouped(name, 4 if self._weights == "int4" and name not in TABLES else 8)
 
     def _plain(self, name: str) -> torch.Tensor:
         """fp32, smoothed."""
@@ -85,10 +82,10 @@ class ServedWeights:
 
     def _grouped(self, name: str, bits: int) -> GroupedWeight:
         stored = self._files.groups(name)
-        if stored is not None and stored.bits == bits:
+        if stored is not None and stored.bits == bits and norm_before(name) not in self._smoothing:
             return stored
         assert bits == 8, "the files were checked"
-        return GroupedWeight.quantize(self._files.tensor(name, torch.float32))
+        return GroupedWeight.quantize(self._plain(name))
 
     def _check_int4(self) -> None:
         for name, shape in tensor_shapes(self._files.spec).items():

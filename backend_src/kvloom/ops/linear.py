@@ -8,12 +8,12 @@ import torch
 
 from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
-from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
+from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear
 from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 Weight = torch.Tensor | GroupedWeight | Int8Weight
-"""A weight [out_features, in_features]: fp32 or bf16, integers in groups, or INT8 for INT8 activations."""
+"""A weight [out_features, in_features]: fp32 or bf16, integers in groups, or such for INT8 activations."""
 
 
 class Linear(Protocol):
@@ -33,29 +33,27 @@ class TiedLinear(Linear, Protocol):
 def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
     """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
-    In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers. On a GPU a plain
-    product does, and nothing is packed.
+    In C++ where that is built; else oneDNN's packed product of plain weights. On a GPU a plain product does, nothing is
+    packed.
 
     Args:
         weight: the weight.
-        dtype: of the activations, which a weight in groups takes on where there is no product of groups.
+        dtype: of the activations, which a weight of integers takes on where there is no product of integers.
         allocate: makes the memory, in C++.
     """
-    if isinstance(weight, Int8Weight):
-        return TorchInt8Linear(weight) if library() is None else NativeInt8Linear(weight, allocate)
     return _pack(weight, dtype, allocate, keep_rows=False)
 
 
-def pack_tied_linear(
-    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages
-) -> TiedLinear:
+def pack_tied_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> TiedLinear:
     """The same for an embedding that is also the head; in C++ that is one weight for both."""
     return _pack(weight, dtype, allocate, keep_rows=True)
 
 
-def _pack(
-    weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool
-) -> TiedLinear:
+def _pack(weight: Weight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool) -> TiedLinear:
+    if isinstance(weight, Int8Weight):
+        if library() is not None:
+            return NativeInt8Linear(weight, allocate)
+        weight = weight.groups
     if isinstance(weight, GroupedWeight):
         if library() is not None:
             return NativeGroupedLinear(weight, allocate)
@@ -80,14 +78,14 @@ def moved(weight: Weight, device: torch.device) -> Weight:
     return weight
 
 
-def pack_rows(
-    weight: torch.Tensor | GroupedWeight, allocate: Allocate = small_pages
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def pack_rows(weight: Weight, allocate: Allocate = small_pages) -> Callable[[torch.Tensor], torch.Tensor]:
     """Keep a weight that no product needs, an embedding's.
 
     Returns:
         Gives rows (int64 [T]) of it in fp32 [T, in_features].
     """
+    if isinstance(weight, Int8Weight):
+        weight = weight.groups
     if isinstance(weight, torch.Tensor):
         return partial(_rows_of, weight.contiguous())
     return weight.rows if library() is None else NativeGroupedLinear(weight, allocate).rows

@@ -1,24 +1,34 @@
 // Products with weights of 4 or 8 bits in groups of GROUP inputs, each group with a scale of its own.
 //
-// A group's integers are exact in bf16 and in fp32, so that nothing is lost before its sum is scaled. They are unpacked
-// into the L1 cache once for all rows of a pass.
+// A group's integers are exact in bf16 and in fp32, so that nothing is lost before its sum is scaled.
 #include <vector>
 
-#include "linear.h"
 #include "replay.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int64_t GROUP = 32;
-
-// A panel's group: scales, minima (4 bits only) in fp16, then values: a word holds WORD inputs of one output. The low
-// half has the even inputs, the high half the odd ones, so that both halves of a pair move together.
+// A panel: the values of both halves, group by group, then their scales, with 4 bits followed by minima, in fp16. A
+// word of values holds WORD inputs of one output. Its low half has the even inputs, the high half the odd ones, so that
+// both halves of a pair move together.
 template <int BITS>
 constexpr int64_t WORD = 32 / BITS;
 template <int BITS>
-constexpr int64_t HEAD = (BITS == 4 ? 2 : 1) * PANEL * 2;
+constexpr int64_t VALUES = GROUP * LANES * BITS / 8;
 template <int BITS>
-constexpr int64_t BLOCK = HEAD<BITS> + PANEL * GROUP * BITS / 8;
+constexpr int64_t HEAD = (BITS == 4 ? 2 : 1) * LANES * 2;
+template <int BITS>
+constexpr int64_t BLOCK = 2 * (VALUES<BITS> + HEAD<BITS>);
+
+// Where a half's group lies in a panel.
+template <int BITS>
+int64_t values_at(int64_t half, int64_t g, int64_t groups) {
+    return (half * groups + g) * VALUES<BITS>;
+}
+template <int BITS>
+int64_t head_at(int64_t half, int64_t g, int64_t groups) {
+    return 2 * groups * VALUES<BITS> + (half * groups + g) * HEAD<BITS>;
+}
 
 template <int BITS>
 constexpr int shift_of(int64_t k) {
@@ -33,15 +43,6 @@ static inline words load_words(const uint8_t* p) {
     return x;
 }
 
-// fp16 to fp32, whatever is finite: the exponent's bias is put right by a product.
-static inline floats load_halves(const uint8_t* p) {
-    halves h;
-    std::memcpy(&h, p, sizeof h);
-    const words bits = __builtin_convertvector(h, words);
-    const floats magnitude = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (floats)((words)magnitude | (bits & 0x8000) << 16);
-}
-
 template <int BITS>
 static inline floats value_of(words word, int64_t k) {
     if constexpr (BITS == 4)
@@ -50,9 +51,9 @@ static inline floats value_of(words word, int64_t k) {
         return __builtin_convertvector((ints)(word << (24 - shift_of<8>(k))) >> 24, floats);
 }
 
-// Calls take(half, k, values) with what `step` takes of a group's values, LANES outputs at a time.
+// Calls take(k, values) with what `step` takes of a group's values.
 template <int BITS, typename T, typename F>
-static inline void unpack(const uint8_t* values, F&& take) {
+static inline __attribute__((always_inline)) void unpack(const uint8_t* values, F&& take) {
 #if defined(__AVX512BF16__)
     static const uint16_t NUMBERS[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                          0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
@@ -60,117 +61,110 @@ static inline void unpack(const uint8_t* values, F&& take) {
                                          0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     const __m512i numbers = _mm512_loadu_si512(NUMBERS);  // 0 to 15 in bf16, twice: an index has 5 bits
 #endif
-    for (int64_t first = 0; first < GROUP; first += WORD<BITS>)
-        for (int half = 0; half < 2; half++) {
-            const words word = load_words(values + (first / WORD<BITS> * 2 + half) * sizeof(words));
-            for (int64_t k = first; k < first + WORD<BITS>; k += STEP<T>) {
-                if constexpr (STEP<T> == 1) {
-                    take(half, k, value_of<BITS>(word, k));
+#pragma GCC unroll 4
+    for (int64_t first = 0; first < GROUP; first += WORD<BITS>) {
+        const words word = load_words(values + first / WORD<BITS> * sizeof(words));
+#pragma GCC unroll 8
+        for (int64_t k = first; k < first + WORD<BITS>; k += STEP<T>) {
+            if constexpr (STEP<T> == 1) {
+                take(k, value_of<BITS>(word, k));
 #if defined(__AVX512BF16__)
-                } else if constexpr (BITS == 4) {
-                    const __m512i index = _mm512_srli_epi16((__m512i)word, shift_of<4>(k));
-                    take(half, k, (floats)_mm512_permutexvar_epi16(index, numbers));
+            } else if constexpr (BITS == 4) {
+                const __m512i index = _mm512_srli_epi16((__m512i)word, shift_of<4>(k));
+                take(k, (floats)_mm512_permutexvar_epi16(index, numbers));
 #endif
-                } else {
-                    const words even = (words)value_of<BITS>(word, k), odd = (words)value_of<BITS>(word, k + 1);
-                    take(half, k, (floats)(even >> 16 | odd));
-                }
+            } else {
+                const words even = (words)value_of<BITS>(word, k), odd = (words)value_of<BITS>(word, k + 1);
+                take(k, (floats)(even >> 16 | odd));
             }
         }
+    }
 }
 
-// A group's scales and minima in fp32.
-template <int BITS>
-struct Scaling {
-    floats scale[2], minimum[2];
-
-    explicit Scaling(const uint8_t* head) {
-        for (int half = 0; half < 2; half++) {
-            scale[half] = load_halves(head + 2 * LANES * half);
-            if (BITS == 4) minimum[half] = load_halves(head + 2 * (PANEL + LANES * half));
+// Rows laid out for the tiles that take them: of each tile, group and row GROUP inputs, and with 4 bits their sum.
+template <int BITS, typename T>
+class Rows {
+   public:
+    Rows(const T* x, const Tiles& tiles, int64_t groups)
+        : groups(groups), inputs(new T[tiles.rows * groups * GROUP]), totals(new float[tiles.rows * groups]) {
+#pragma omp parallel for schedule(static) if (tiles.count > 1)
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+            const int64_t first = tiles.first(tile), size = tiles.size(tile);
+            for (int64_t r = 0; r < size; r++)
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t place = first * groups + g * size + r;
+                    const T* from = x + ((first + r) * groups + g) * GROUP;
+                    std::memcpy(&inputs[place * GROUP], from, GROUP * sizeof(T));
+                    if (BITS == 4) totals[place] = sum_of_group(from);
+                }
         }
     }
 
-    // Adds a row's sums of a group to its totals [PANEL]; `inputs` is the sum of its inputs.
-    void add(floats low, floats high, const float* inputs, float* totals) const {
-        low = load(totals) + low * scale[0];
-        high = load(totals + LANES) + high * scale[1];
-        if constexpr (BITS == 4) {
-            low += *inputs * minimum[0];
-            high += *inputs * minimum[1];
-        }
-        store(totals, low);
-        store(totals + LANES, high);
+    // Those of a tile, by its first row.
+    const T* values(int64_t first) const { return &inputs[first * groups * GROUP]; }
+    const float* sums(int64_t first) const { return &totals[first * groups]; }
+
+   private:
+    int64_t groups;
+    std::unique_ptr<T[]> inputs;
+    std::unique_ptr<float[]> totals;
+
+    static float sum_of_group(const T* x) {
+        floats sum = {};
+        for (int64_t k = 0; k < GROUP; k += LANES) sum += load_row(x + k);
+        return total_of(sum);
     }
 };
 
-// Adds a group's part to R rows' totals [R, PANEL]; sums [R, groups] are of the rows' inputs.
-template <int R, int BITS, typename T>
-void tile(const T* x, int64_t inputs, const T* unpacked, const Scaling<BITS>& scaling, const float* sums,
-          int64_t groups, float* totals) {
-    floats a[R] = {}, b[R] = {};
-    for (int64_t k = 0; k < GROUP; k += STEP<T>)
-        for (int r = 0; r < R; r++) step(a[r], b[r], x + r * inputs + k, unpacked + k * PANEL);
-    for (int r = 0; r < R; r++) scaling.add(a[r], b[r], sums + r * groups, totals + r * PANEL);
-}
-
-// The same for one row, whose values need not wait in memory.
-template <int BITS, typename T>
-void row(const T* x, const uint8_t* block, const Scaling<BITS>& scaling, const float* sum, float* totals) {
-    floats sums[2] = {};
-    unpack<BITS, T>(block + HEAD<BITS>, [&](int half, int64_t k, floats values) { step(sums[half], x + k, values); });
-    scaling.add(sums[0], sums[1], sum, totals);
-}
-
-template <typename T>
-void sum_groups(const T* x, int64_t count, float* sums) {
-#pragma omp parallel for schedule(static) if (count > 512)
-    for (int64_t i = 0; i < count; i++) {
-        floats sum = {};
-        for (int64_t k = 0; k < GROUP; k += LANES) sum += load(x + i * GROUP + k);
-        sums[i] = sum_of(sum);
+// R rows times a half of a panel.
+template <int R, int BITS, typename T, typename O>
+void tile(const T* x, const float* sums, const uint8_t* values, const uint8_t* heads, int64_t groups, Ahead& ahead,
+          O* out, int64_t outputs, int64_t width) {
+    floats totals[R] = {};
+    for (int64_t g = 0; g < groups; g++, x += R * GROUP, sums += R) {
+        ahead.fetch();
+        floats part[R] = {};
+        unpack<BITS, T>(values + g * VALUES<BITS>, [&](int64_t k, floats weights) {
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) step(part[r], x + r * GROUP + k, weights);
+        });
+        const uint8_t* head = heads + g * HEAD<BITS>;
+        const floats scale = load_halves(head);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) totals[r] += part[r] * scale;
+        if constexpr (BITS == 4) {
+            const floats minimum = load_halves(head + 2 * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) totals[r] += minimum * sums[r];
+        }
     }
+    store_tile(out, outputs, totals, width);
 }
 
 template <int BITS, typename T, typename O>
 void product(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
-    const int64_t groups = inputs / GROUP;
-    std::vector<float> sums(BITS == 4 ? rows * groups : 0);
-    if (BITS == 4) sum_groups(x, rows * groups, sums.data());
-    for_panels(rows, outputs, [&](int64_t n, int width, int64_t first, int64_t end) {
-        alignas(64) T unpacked[GROUP * PANEL];
-        alignas(64) float totals[ROWS * PANEL];
-        std::fill(totals, totals + (end - first) * PANEL, 0.0f);
-        for (int64_t g = 0; g < groups; g++) {
-            const uint8_t* block = packed + (n * groups + g) * BLOCK<BITS>;
-            const Scaling<BITS> scaling(block);
-            if (end - first == 1) {
-                row<BITS>(x + first * inputs + g * GROUP, block, scaling, sums.data() + first * groups + g, totals);
-                continue;
+    const int64_t groups = inputs / GROUP, panel_bytes = groups * BLOCK<BITS>;
+    const Tiles tiles(rows);
+    const Rows<BITS, T> laid(x, tiles, groups);
+    const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
+        const uint8_t* panel = packed + n * panel_bytes;
+        const int64_t first = tiles.first(t);
+        with_constant(tiles.size(t), [&](auto size) {
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = n * PANEL + half * LANES;
+                tile<size, BITS>(laid.values(first), laid.sums(first), panel + values_at<BITS>(half, 0, groups),
+                                 panel + head_at<BITS>(half, 0, groups), groups, ahead, out + first * outputs + column,
+                                 outputs, outputs - column);
             }
-            unpack<BITS, T>(block + HEAD<BITS>, [&](int half, int64_t k, floats values) {
-                T* place = unpacked + k * PANEL + half * LANES * STEP<T>;
-                if constexpr (STEP<T> == 1)
-                    store(place, values);
-                else
-                    std::memcpy(place, &values, sizeof values);
-            });
-            for_tiles(first, end, [&](auto count, int64_t m) {
-                tile<count, BITS>(x + m * inputs + g * GROUP, inputs, unpacked, scaling, sums.data() + m * groups + g, groups,
-                                  totals + (m - first) * PANEL);
-            });
-        }
-        for (int64_t m = first; m < end; m++) {
-            const float* total = totals + (m - first) * PANEL;
-            store_row(out + m * outputs + n * PANEL, load(total), load(total + LANES), width);
-        }
-    });
+        });
+    };
+    for_panels_of_tiles(tiles, inputs * sizeof(T), groups, packed, panel_bytes, outputs, work);
 }
 
+// The word of a panel that has an input of a group.
 template <int BITS>
-uint8_t* word_at(uint8_t* block, int64_t lane, int64_t k) {
-    const int64_t half = lane / LANES, vector = k / WORD<BITS> * 2 + half;
-    return block + HEAD<BITS> + vector * sizeof(words) + lane % LANES * 4;
+const uint8_t* word_at(const uint8_t* panel, int64_t lane, int64_t g, int64_t k, int64_t groups) {
+    return panel + values_at<BITS>(lane / LANES, g, groups) + (k / WORD<BITS> * LANES + lane % LANES) * 4;
 }
 
 template <int BITS>
@@ -182,12 +176,13 @@ void pack(const uint8_t* values, const uint16_t* scales, const uint16_t* minima,
     for (int64_t n = 0; n < panels; n++)
         for (int64_t row = n * PANEL; row < std::min(outputs, (n + 1) * PANEL); row++)
             for (int64_t g = 0; g < groups; g++) {
-                uint8_t* block = packed + (n * groups + g) * BLOCK<BITS>;
+                uint8_t* panel = packed + n * groups * BLOCK<BITS>;
                 const int64_t lane = row % PANEL;
-                std::memcpy(block + 2 * lane, scales + row * groups + g, 2);
-                if (BITS == 4) std::memcpy(block + 2 * (PANEL + lane), minima + row * groups + g, 2);
+                uint8_t* head = panel + head_at<BITS>(lane / LANES, g, groups) + 2 * (lane % LANES);
+                std::memcpy(head, scales + row * groups + g, 2);
+                if (BITS == 4) std::memcpy(head + 2 * LANES, minima + row * groups + g, 2);
                 for (int64_t k = 0; k < GROUP; k++) {
-                    uint8_t* at = word_at<BITS>(block, lane, k);
+                    uint8_t* at = (uint8_t*)word_at<BITS>(panel, lane, g, k, groups);
                     uint32_t word;
                     std::memcpy(&word, at, 4);
                     word |= (uint32_t)values[row * inputs + g * GROUP + k] << shift_of<BITS>(k);
@@ -202,14 +197,15 @@ void rows_of(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t i
 #pragma omp parallel for schedule(static) if (count > 8)
     for (int64_t i = 0; i < count; i++)
         for (int64_t k = 0; k < width; k++) {
-            const int64_t lane = ids[i] % PANEL, in_vector = lane / LANES * LANES;
-            const uint8_t* block = packed + (ids[i] / PANEL * groups + k / GROUP) * BLOCK<BITS>;
+            const int64_t lane = ids[i] % PANEL;
+            const uint8_t* panel = packed + ids[i] / PANEL * groups * BLOCK<BITS>;
+            const uint8_t* head = panel + head_at<BITS>(lane / LANES, k / GROUP, groups);
             uint32_t word;
-            std::memcpy(&word, word_at<BITS>((uint8_t*)block, lane, k % GROUP), 4);
+            std::memcpy(&word, word_at<BITS>(panel, lane, k / GROUP, k % GROUP, groups), 4);
             const floats value = value_of<BITS>(words{} + word, k % GROUP);
-            const floats scale = load_halves(block + 2 * in_vector);
+            const floats scale = load_halves(head);
             float minimum = 0.0f;
-            if (BITS == 4) minimum = load_halves(block + 2 * (PANEL + in_vector))[lane % LANES];
+            if (BITS == 4) minimum = load_halves(head + 2 * LANES)[lane % LANES];
             out[i * width + k] = value[0] * scale[lane % LANES] + minimum;
         }
 }

@@ -1,137 +1,85 @@
-// Products of INT8 rows with INT8 weights: y = (x / sx)(W / sw)^T * sx * sw, a scale sx per row and sw per output.
-//
-// Sums of integers are exact, so that every machine and every number of rows gives the same.
-#include <cmath>
-#include <vector>
-
-#include "linear.h"
+// Products of INT8 rows with INT8 weights, both in groups of GROUP inputs with a scale each (as llama.cpp's Q8_0):
+// y = sum over groups of s_x s_w (q_x q_w).
+#include "int8.h"
 #include "replay.h"
 
 namespace {
 
-constexpr int64_t QUAD = 4;  // inputs that one step takes
-
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-static inline ints load_ints(const void* p) {
-    ints x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
+// A panel: values [2 halves, groups, GROUP / QUAD, LANES, QUAD], offset by OFFSET, then fp16 scales [2, groups, LANES].
+constexpr int64_t VALUES = GROUP * LANES;
+int64_t panel_bytes(int64_t groups) { return groups * PANEL * (GROUP + 2); }
+int64_t value_at(int64_t lane, int64_t g, int64_t k, int64_t groups) {
+    return (lane / LANES * groups + g) * VALUES + (k / QUAD * LANES + lane % LANES) * QUAD + k % QUAD;
+}
+int64_t scales_at(int64_t half, int64_t g, int64_t groups) {
+    return 2 * groups * VALUES + (half * groups + g) * LANES * 2;
 }
 
-// Adds the products of four inputs, the same for all lanes, with four weights in each lane.
-#if defined(__AVX512VNNI__)
-constexpr int OFFSET = 128;  // of an input: the instruction multiplies unsigned with signed bytes
-static inline void step(ints& sum, ints x, ints w) { sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w); }
-#else
-constexpr int OFFSET = 0;
-static inline void step(ints& sum, ints x, ints w) {
-#if defined(__AVX2__) && !LANES_512
-    typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
-    const auto even = [](ints v) { return (__m256i)((shorts)v << 8 >> 8); };
-    const auto odd = [](ints v) { return (__m256i)((shorts)v >> 8); };
-    sum += (ints)_mm256_madd_epi16(even(x), even(w)) + (ints)_mm256_madd_epi16(odd(x), odd(w));
-#else
-    for (int shift = 24; shift >= 0; shift -= 8) sum += (x << shift >> 24) * (w << shift >> 24);
-#endif
-}
-#endif
-
-// A panel: weights [inputs / QUAD, PANEL, QUAD], then what the offset adds to each output, then scales.
-int64_t panel_bytes(int64_t inputs) { return inputs * PANEL + PANEL * (sizeof(int32_t) + sizeof(float)); }
-
+// R rows times a half of a panel.
 template <int R, typename O>
-void tile(const int8_t* x, const float* scales, int64_t inputs, const int8_t* panel, O* out, int64_t outputs,
-          int width) {
-    const int8_t* tail = panel + inputs * PANEL;
-    ints low[R], high[R];
-    for (int r = 0; r < R; r++) low[r] = load_ints(tail), high[r] = load_ints(tail + 4 * LANES);
-    for (int64_t k = 0; k < inputs; k += QUAD) {
-        const ints a = load_ints(panel + k * PANEL), b = load_ints(panel + k * PANEL + 4 * LANES);
-        for (int r = 0; r < R; r++) {
-            int32_t quad;
-            std::memcpy(&quad, x + r * inputs + k, sizeof quad);
-            step(low[r], ints{} + quad, a);
-            step(high[r], ints{} + quad, b);
+void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uint8_t* heads, int64_t groups,
+          Ahead& ahead, O* out, int64_t outputs, int64_t width) {
+    floats totals[R] = {};
+    for (int64_t g = 0; g < groups; g++, x += R * GROUP, scales += R) {
+        ahead.fetch();
+        ints sums[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[r] = ints{} + scales[r].offset;
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < GROUP; k += QUAD) {
+            const ints weights = load_ints(values + g * VALUES + k * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) step(sums[r], weights, x + r * GROUP + k);
         }
+        const floats scale = load_halves(heads + g * LANES * 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) totals[r] += __builtin_convertvector(sums[r], floats) * scale * scales[r].scale;
     }
-    const float* by = (const float*)(tail + 4 * PANEL);
-    for (int r = 0; r < R; r++)
-        store_row(out + r * outputs, __builtin_convertvector(low[r], floats) * (scales[r] * load(by)),
-                  __builtin_convertvector(high[r], floats) * (scales[r] * load(by + LANES)), width);
-}
-
-typedef int8_t bytes __attribute__((vector_size(LANES)));
-
-// The nearest integers, ties to even, of numbers up to 2^22: adding 1.5 * 2^23 leaves no fraction.
-static inline ints nearest(floats x) { return (ints)(x + 12582912.0f) - 0x4b400000; }
-
-// Rounds a row to integers of at most 127, to nearest, ties to even; returns its scale.
-template <typename T>
-float quantize(const T* x, int64_t width, int64_t inputs, int8_t* out) {
-    // NaN is larger than nothing: it has to reach the scale, and the row with it, on a way of its own
-    floats most = {}, poison = {};
-    int64_t k = 0;
-    for (; k + LANES <= width; k += LANES) {
-        const floats v = load(x + k), size = (floats)((words)v & 0x7fffffff);
-        most = size > most ? size : most;
-        poison += v * 0.0f;
-    }
-    float largest = max_of(most);
-    for (; k < width; k++) {
-        largest = std::max(largest, std::fabs(widen(x[k])));
-        poison[0] += widen(x[k]) * 0.0f;
-    }
-    const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (k = 0; k + LANES <= width; k += LANES) {
-        const bytes rounded = __builtin_convertvector(nearest(load(x + k) * inverse) + OFFSET, bytes);
-        std::memcpy(out + k, &rounded, sizeof rounded);
-    }
-    for (; k < width; k++) out[k] = (int8_t)(nearest(floats{} + widen(x[k]) * inverse)[0] + OFFSET);
-    std::fill(out + width, out + inputs, (int8_t)OFFSET);
-    return scale + sum_of(poison);
+    store_tile(out, outputs, totals, width);
 }
 
 template <typename T, typename O>
-void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const int8_t* packed, int64_t outputs, O* out) {
-    std::vector<int8_t> quantized(rows * inputs);
-    std::vector<float> scales(rows);
-#pragma omp parallel for schedule(static) if (rows > 16)
-    for (int64_t m = 0; m < rows; m++) scales[m] = quantize(x + m * width, width, inputs, &quantized[m * inputs]);
-    for_panels(rows, outputs, [&](int64_t n, int panel_width, int64_t first, int64_t end) {
-        for_tiles(first, end, [&](auto count, int64_t m) {
-            tile<count>(&quantized[m * inputs], &scales[m], inputs, packed + n * panel_bytes(inputs),
-                        out + m * outputs + n * PANEL, outputs, panel_width);
+void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
+    const int64_t groups = inputs / GROUP;
+    const Tiles tiles(rows);
+    const Int8Rows rounded(x, tiles, width, groups);
+    const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
+        const uint8_t* panel = packed + n * panel_bytes(groups);
+        const int64_t first = tiles.first(t);
+        with_constant(tiles.size(t), [&](auto size) {
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = n * PANEL + half * LANES;
+                tile<size>(rounded.values(first), rounded.scales(first), panel + half * groups * VALUES,
+                           panel + scales_at(half, 0, groups), groups, ahead, out + first * outputs + column, outputs,
+                           outputs - column);
+            }
         });
-    });
+    };
+    for_panels_of_tiles(tiles, inputs, groups, packed, panel_bytes(groups), outputs, work);
 }
 
 }  // namespace
 
-
-// values [outputs, width] and scales [outputs] to `packed`, inputs padded with zeros to a multiple of 4.
-extern "C" void kvloom_int8_pack(const int8_t* values, const float* scales, int64_t outputs, int64_t width,
-                                 int64_t inputs, int8_t* packed) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL;
-    std::memset(packed, 0, panels * panel_bytes(inputs));
+// values [outputs, inputs] and scales in fp16 [outputs, groups] to `packed`.
+extern "C" void kvloom_int8_pack(const int8_t* values, const uint16_t* scales, int64_t outputs, int64_t inputs,
+                                 uint8_t* packed) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = inputs / GROUP;
+    std::memset(packed, 0, panels * panel_bytes(groups));
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < outputs; row++) {
-        int8_t* panel = packed + row / PANEL * panel_bytes(inputs);
+        uint8_t* panel = packed + row / PANEL * panel_bytes(groups);
         const int64_t lane = row % PANEL;
-        int32_t sum = 0;
-        for (int64_t k = 0; k < width; k++) {
-            panel[k / QUAD * QUAD * PANEL + lane * QUAD + k % QUAD] = values[row * width + k];
-            sum += values[row * width + k];
+        for (int64_t g = 0; g < groups; g++) {
+            std::memcpy(panel + scales_at(lane / LANES, g, groups) + 2 * (lane % LANES), scales + row * groups + g, 2);
+            for (int64_t k = 0; k < GROUP; k++)
+                panel[value_at(lane, g, k, groups)] = values[row * inputs + g * GROUP + k] + OFFSET;
         }
-        const int32_t offset = -OFFSET * sum;
-        std::memcpy(panel + inputs * PANEL + 4 * lane, &offset, sizeof offset);
-        std::memcpy(panel + inputs * PANEL + 4 * (PANEL + lane), scales + row, sizeof(float));
     }
 }
 
-// x [rows, width] to out [rows, outputs].
+// x [rows, width] to out [rows, outputs]; inputs is the width up to a multiple of a group.
 extern "C" void kvloom_int8(const void* x, int is_bf16, int64_t rows, int64_t width, int64_t inputs,
-                            const int8_t* packed, int64_t outputs, void* out, int out_bf16) {
+                            const uint8_t* packed, int64_t outputs, void* out, int out_bf16) {
     if (!is_bf16)
         product((const float*)x, rows, width, inputs, packed, outputs, (float*)out);
     else if (out_bf16)
@@ -140,3 +88,20 @@ extern "C" void kvloom_int8(const void* x, int is_bf16, int64_t rows, int64_t wi
         product((const bf16*)x, rows, width, inputs, packed, outputs, (float*)out);
 }
 REPLAYED(kvloom_int8)
+
+// Rows `ids` of the weight, to out fp32 [count, width].
+extern "C" void kvloom_int8_rows(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t inputs,
+                                 int64_t width, float* out) {
+    const int64_t groups = inputs / GROUP;
+#pragma omp parallel for schedule(static) if (count > 8)
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t* panel = packed + ids[i] / PANEL * panel_bytes(groups);
+        const int64_t lane = ids[i] % PANEL;
+        for (int64_t k = 0; k < width; k++) {
+            const floats scale = load_halves(panel + scales_at(lane / LANES, k / GROUP, groups));
+            const int8_t value = panel[value_at(lane, k / GROUP, k % GROUP, groups)] - OFFSET;
+            out[i * width + k] = value * scale[lane % LANES];
+        }
+    }
+}
+REPLAYED(kvloom_int8_rows)

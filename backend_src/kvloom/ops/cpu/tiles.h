@@ -1,0 +1,114 @@
+// What products with weights in groups share: how rows and panels are cut into tiles, and shared out.
+//
+// Weights lie in panels of two halves of LANES outputs. A tile is some rows times a half: its sums stay in registers
+// from the first group to the last, and are added up in the same order whatever the tile.
+#pragma once
+#include <memory>
+
+#include "linear.h"
+
+namespace {
+
+constexpr int64_t GROUP = 32;  // inputs that share a scale
+constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels: they stay in the L2 cache
+
+// fp16 to fp32, whatever is finite.
+static inline floats load_halves(const uint8_t* p) {
+    halves h;
+    std::memcpy(&h, p, sizeof h);
+#if LANES_512
+    return (floats)_mm512_cvtph_ps((__m256i)h);
+#else
+    // the exponent's bias is put right by a product
+    const words bits = __builtin_convertvector(h, words);
+    const floats magnitude = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((words)magnitude | (bits & 0x8000) << 16);
+#endif
+}
+
+// Some of a row, and the sum of a vector. What GCC makes of the portable forms goes through memory.
+#if LANES_512
+static inline floats load_row(const float* p) { return load(p); }
+static inline floats load_row(const bf16* p) {
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+template <typename T>
+static inline floats load_row(const T* p) { return load(p); }
+static inline float total_of(floats x) { return sum_of(x); }
+#endif
+
+// Results of R rows of half a panel, of which there may be fewer. The sums' names are known: they stay in registers.
+template <int R, typename O>
+static inline __attribute__((always_inline)) void store_tile(O* out, int64_t outputs, const floats (&sums)[R],
+                                                             int64_t width) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        if (width >= LANES) {
+            store(out + r * outputs, sums[r]);
+            continue;
+        }
+        float lanes[LANES];
+        store(lanes, sums[r]);
+        for (int64_t i = 0; i < width; i++) narrow(out + r * outputs + i, lanes[i]);
+    }
+}
+
+// Calls work(constant) with a number from 1 to TILE.
+template <typename F>
+static inline void with_constant(int64_t number, F&& work) {
+#define CASE(R)                                                                 \
+    case R:                                                                     \
+        if constexpr (R <= TILE) return work(std::integral_constant<int, R>()); \
+        break;
+    switch (number) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+#undef CASE
+}
+
+// Rows in tiles of at most TILE, all of nearly as many.
+struct Tiles {
+    int64_t rows, count;
+
+    explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE - 1) / TILE) {}
+    int64_t first(int64_t tile) const { return tile * rows / count; }
+    int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
+};
+
+// The part of a later panel that a tile asks memory for, some lines in each of its steps, while it computes.
+struct Ahead {
+    const uint8_t* place;
+    int64_t lines;
+
+    void fetch() {
+        for (int64_t i = 0; i < lines; i++) _mm_prefetch((const char*)place + i * 64, _MM_HINT_T1);
+        place += lines * 64;
+    }
+};
+
+// Calls work(panel, tile, ahead) for every panel and tile, in parallel; each fetches ahead in every group of each half.
+template <typename F>
+static inline void for_panels_of_tiles(const Tiles& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
+                                       int64_t panel_bytes, int64_t outputs, F&& work) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+    const int64_t most = panels >= 4 * threads ? CACHED / (row_bytes * TILE) + 1 : ROWS / TILE;
+    const int64_t passes = (tiles.count + most - 1) / most, tasks = panels * passes;
+    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
+    const int64_t chunk = tiles.count == 1 ? (tasks + threads - 1) / threads : 1;
+    const int64_t lines = (panel_bytes + 63) / 64;
+#pragma omp parallel for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t panel = task % panels, pass = task / panels;
+        const int64_t begin = pass * tiles.count / passes, end = (pass + 1) * tiles.count / passes;
+        const int64_t next = panel + (chunk == 1 ? threads : 1), steps = 2 * groups * (end - begin);
+        const int64_t share = next < panels ? (lines + steps - 1) / steps : 0;
+        for (int64_t tile = begin; tile < end; tile++) {
+            const int64_t from = (tile - begin) * 2 * groups * share * 64;
+            work(panel, tile, Ahead{packed + next * panel_bytes + from, from < panel_bytes ? share : 0});
+        }
+    }
+}
+
+}  // namespace
