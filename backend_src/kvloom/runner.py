@@ -1,5 +1,7 @@
 """A step's tensors: from slices of sequences to the next token of each."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -11,7 +13,13 @@ from kvloom.sampler import choose
 
 
 class Runner:
-    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU."""
+    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU.
+
+    Attributes:
+        overlaps: the host has time while a step is computed; ``run`` then takes what to do in it.
+    """
+
+    overlaps = False
 
     def __init__(self, decoder: Decoder, storage: Storage, host: Storage, block_size: int):
         self._decoder = decoder
@@ -25,11 +33,16 @@ class Runner:
         copy_blocks(self._host, self._storage, plan.swap_in)
 
     @torch.inference_mode()
-    def run(self, slices: list[Slice]) -> list[Sampled | Exception]:
+    def run(self, slices: list[Slice], meanwhile: Callable[[], None] | None = None) -> list[Sampled | Exception]:
         """Compute the slices; return, in order, for each slice that reaches its last known token the sampled one.
 
         An exception in a token's place concerns that slice's sequence alone.
+
+        Args:
+            slices: what to compute.
+            meanwhile: is called while the step is computed, where that ``overlaps``; else it must be None.
         """
+        assert meanwhile is None, "this thread computes, there is no meanwhile"
         sampled = [piece.sequence for piece in slices if piece.samples]
         batch = build_batch(slices, self._block_size)
         logits = self._decoder.forward(batch, self._storage.layers)
