@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from kvloom.ops.gpu import runs_triton
 from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear, TorchInt8Linear
@@ -33,7 +34,7 @@ def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allo
     """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
     In C++ where that is built; else oneDNN's packed product of plain weights, and torch's of integers. On a GPU a plain
-    product does, and nothing is packed.
+    product of plain weights does, and those in groups have a Triton kernel.
 
     Args:
         weight: the weight.
@@ -56,6 +57,11 @@ def _pack(
     weight: torch.Tensor | GroupedWeight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool
 ) -> TiedLinear:
     if isinstance(weight, GroupedWeight):
+        if runs_triton(weight.values):
+            from kvloom.ops.gpu.linear import QuantizedLinear
+
+            values = weight.values[:, : weight.in_features]
+            return QuantizedLinear(weight.bits, values, weight.scales, weight.minima)
         if library() is not None:
             return NativeGroupedLinear(weight, allocate)
         assert dtype is not None
@@ -72,11 +78,11 @@ def plain(weight: Weight) -> torch.Tensor:
 
 
 def moved(weight: Weight, device: torch.device) -> Weight:
-    """The weight on another device, where only plain ones have products."""
-    if isinstance(weight, torch.Tensor):
-        return weight.to(device)
-    assert device.type == "cpu"
-    return weight
+    """The weight on another device; INT8 activations have products on a CPU only."""
+    if isinstance(weight, Int8Weight):
+        assert device.type == "cpu"
+        return weight
+    return weight.to(device)
 
 
 def rows_of(weight: torch.Tensor | GroupedWeight, ids: torch.Tensor) -> torch.Tensor:
