@@ -36,7 +36,8 @@ def rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
             yield from _pointwise(sizes, shape, dtype)
             yield from _rope(sizes, shape, dtype)
             yield from _attention(sizes, shape, dtype)
-        yield from _quantized(sizes, dtype)
+    # a server's activations beside quantized weights
+    yield from _quantized(sizes, sizes.checked[0][0])
     yield from _sampling(sizes)
     yield from _blocks(sizes)
 

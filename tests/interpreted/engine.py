@@ -43,14 +43,15 @@ def model_in_groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(model: Path, weights: str) -> list[list[int]]:
     """Chunks beside decodes, a found prefix, and more sequences than the pool has blocks for."""
     driver = Driver(model, kv_blocks=9, weights=weights, **SETTINGS)
+    longest = 20 if weights == "fp32" else 9
     shared = prompt(2 * BLOCK, 1)
     first = driver.submit([*shared, 7], max_tokens=6)[1]
     driver.run()
     asked = [
         driver.submit([*shared, 9, 8], max_tokens=6)[1],
-        driver.submit(prompt(1, 2), max_tokens=20)[1],
-        driver.submit(prompt(30, 3), max_tokens=20)[1],
-        driver.submit(prompt(17, 4), max_tokens=20)[1],
+        driver.submit(prompt(1, 2), max_tokens=longest)[1],
+        driver.submit(prompt(30, 3), max_tokens=longest)[1],
+        driver.submit(prompt(17, 4), max_tokens=longest)[1],
         driver.submit(prompt(40, 5), max_tokens=10, temperature=1.0, seed=3, top_k=20)[1],
     ]
     driver.run()

@@ -94,10 +94,12 @@ def quantized_product(
             at = (block * PLANES + plane) * WIDTH + k
             inputs = x + source_m[None, :] * in_features + at[:, None]
             y = tl.load(inputs) if WHOLE else tl.load(inputs, mask=at[:, None] < in_features, other=0.0)
-            sums = tl.dot(_numbers(w, plane, PLANES, MIDDLE, y.dtype, PACKED), y, sums)
+            numbers = _numbers(w, plane, PLANES, MIDDLE, y.dtype, PACKED)
+            sums = tl.dot(numbers, y, sums, input_precision="ieee")
             if MINIMA:
                 # each row of this product is the inputs' sum: matrix instructions are idle, reductions would not be
-                inputs_sums = tl.dot(tl.full([COLUMNS, WIDTH], 1.0, y.dtype), y, inputs_sums)
+                ones = tl.full([COLUMNS, WIDTH], 1.0, y.dtype)
+                inputs_sums = tl.dot(ones, y, inputs_sums, input_precision="ieee")
             if plane % GROUP == GROUP - 1:
                 group = (block * PLANES + plane) // GROUP
                 if MINIMA:
