@@ -88,7 +88,9 @@ class GpuStep:
             self._launch(batch, draws)
 
     def finish(self) -> list[int]:
-        """Wait for the step that was launched last; returns what ``run`` does."""
+        """Wait for the step that was launched last, if it samples; returns what ``run`` does."""
+        if not self._samples:
+            return []
         if self._done is not None:
             self._done.synchronize()
         return self._host_tokens[: self._samples].tolist()
