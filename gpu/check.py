@@ -1,7 +1,8 @@
 """Check and time the GPU kernels and steps on a GPU; writes build/reports/gpu-check.json.
 
 Needs the repository, torch, triton and numpy; under 8 minutes on an H200. ``--dry`` runs the same code on a CPU in
-triton's interpreter (TRITON_INTERPRET=1), at tiny shapes; its times mean nothing.
+triton's interpreter (TRITON_INTERPRET=1), at tiny shapes; its times mean nothing. The interpreter of triton 3.6 fails
+with numpy 2.5 and works with 2.2.
 """
 
 import argparse

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_driver import Driver
+from engine_driver import Answer, Driver
 from gpu_on_cpu import Recorder, runner_factory
 from kvloom import assemble
 from kvloom.config import Settings
 from kvloom.errors import Internal, SettingsError
+from kvloom.gpu_runner import GpuRunner
 from kvloom.graphs import DecodeGraphs, graph_sizes
 from kvloom.models.decoder import Batch
+from kvloom.next_step import NextStep
 from kvloom.placement import with_device
 from kvloom.scheduler import Costs
 from kvloom.step_buffers import Draws, StepBuffers
@@ -163,6 +165,64 @@ def answers(model: Path) -> list[object]:
     driver.run()
     assert driver.engine.stats().swaps > 0
     return [(answer.ids, [[i for i, _ in token.top] for delta in answer for token in delta.tokens]) for answer in asked]
+
+
+def test_what_was_prepared_is_what_would_be_built(model, monkeypatch):
+    hits = []
+    inputs = GpuRunner._inputs
+
+    def checked(runner, slices, sampled):
+        batch, drawn = inputs(runner, slices, sampled)
+        prepared = runner._next is not None and runner._next.inputs(slices) is not None
+        hits.append(prepared)
+        runner._next = None
+        built = inputs(runner, slices, sampled)
+        for ours, theirs in ((batch, built[0]), (drawn, built[1])):
+            for name in type(ours).__slots__:
+                a, b = getattr(ours, name), getattr(theirs, name)
+                assert torch.equal(a, b) and a.dtype is b.dtype if isinstance(a, torch.Tensor) else a == b, name
+        return batch, drawn
+
+    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    monkeypatch.setattr(GpuRunner, "_inputs", checked)
+    answers(model)
+    # prompts, swaps and endings in between
+    assert len(hits) / 2 < sum(hits) < len(hits) - 3
+
+
+def test_the_host_works_while_the_device_computes(model, monkeypatch):
+    """A step's deltas are delivered, and the next one's inputs prepared, between a launch and the wait for it."""
+    log: list[str] = []
+
+    def noting(name, method):
+        def noted(*args):
+            log.append(name)
+            return method(*args)
+
+        return noted
+
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
+    step = driver.engine._runner._step
+    monkeypatch.setattr(step, "launch", noting("launch", step.launch))
+    monkeypatch.setattr(step, "finish", noting("finish", step.finish))
+    monkeypatch.setattr(NextStep, "__init__", noting("prepare", NextStep.__init__))
+    monkeypatch.setattr(Answer, "append", noting("deliver", Answer.append))
+    driver.submit([5, 6, 7], max_tokens=3)
+    driver.run()
+    first, middle, last = ["launch", "prepare", "finish"], ["launch", "prepare", "deliver", "finish"], ["deliver"]
+    assert log == [*first, *middle, *middle, *last]
+
+    # whatever ends an answer between two steps comes after what was held back
+    sequence, answer = driver.submit([5, 6, 7], max_tokens=30)
+    for _ in range(3):
+        driver.engine.step()
+    assert len(answer) == 2
+    driver.engine.cancel(sequence)
+    assert [len(delta.tokens) for delta in answer] == [1, 1, 1, 0]
+    assert answer.reason == "cancelled"
+    driver.assert_idle()
 
 
 def test_rows_whose_logits_are_not_finite_fail_alone(model, monkeypatch):

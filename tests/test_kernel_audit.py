@@ -14,9 +14,10 @@ LLAMA_8B = next(shape for shape in launches.SHAPES if shape.name == "D128 G4")
 SOME_OPS = {
     "copy 2 MiB",
     "pick 128256",
-    "int8 4096 to 4096, 32 rows",
-    "int4 by 32 and zeros 4096 to 4096, 1 rows",
+    "int8 by 32 4096 to 4096, 32 rows",
+    "int4 by 32 and minima 4096 to 4096, 1 rows",
     "int4 by 128 4096 to 4096, 64 rows",
+    "rows of int8",
 }
 STREAMING = {"_row_sums": Limits(wide=0.75, issue_util=0.5)}
 

@@ -9,6 +9,7 @@ from bench.weights_quality import measure, text_windows
 from engine_driver import Driver
 from kvloom.errors import SettingsError
 from kvloom.fetch import cache_folder, default_model
+from kvloom.models import gpu_footprint
 from kvloom.models.decoder import Decoder
 from kvloom.models.footprint import weights_bytes
 from kvloom.models.served import ServedWeights, served_weights
@@ -112,6 +113,18 @@ def test_weights_take_what_was_planned(tmp_path, weights, tied):
     tokenizer = Tokenizer.from_folder(folder)
     decoder = Decoder(files.spec, served_weights(files, weights, dtype, tokenizer), dtype)
     assert held_bytes(decoder) == weights_bytes(files.spec, weights, dtype)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_weights_of_a_gpu_take_what_was_planned(tmp_path, monkeypatch, weights, tied):
+    # as a GPU's products keep them; the hidden size fills no block of theirs
+    monkeypatch.setattr("kvloom.ops.gpu._everywhere", True)
+    sizes = {**WIDE, "hidden_size": 160}
+    folder = make_tiny(tmp_path, **sizes, tied=tied, vocab_size=384)
+    files = open_model(to_gguf(folder, tmp_path / "m.gguf", GgmlType.Q4_1) if weights == "int4" else folder)
+    decoder = Decoder(files.spec, ServedWeights(files, weights, torch.bfloat16), torch.bfloat16)
+    assert held_bytes(decoder) == gpu_footprint.weights_bytes(files.spec, weights, torch.bfloat16)
 
 
 def held_bytes(root: object) -> int:

@@ -70,7 +70,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer), dtype, device)
+    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     cache = BlockCache(

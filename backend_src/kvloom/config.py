@@ -24,7 +24,7 @@ class Settings(BaseModel):
             GPU, else ``cpu``.
         weights: what the weights are; ``auto`` is bf16 on a GPU and where the CPU has bf16 instructions, else fp32.
             ``fp32`` makes activations and cache fp32 too. ``int8`` rounds weights to groups of 8 bits; ``int4`` takes a
-            GGUF file's groups of 4 bits as they are; ``w8a8`` rounds weights and activations to INT8.
+            GGUF file's groups of 4 bits as they are; ``w8a8`` rounds weights and activations to INT8, on a CPU.
         kv_dtype: dtype of the cache; ``auto`` follows the activations.
         kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
             which is what weights, a step and swap_memory leave of it.

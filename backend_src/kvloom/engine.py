@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -88,6 +88,9 @@ class Engine:
         # the last token of a sequence needs no room: its KV is never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, Answer] = {}
+        # deltas on their way to their sinks, and whether they wait until the next step is being computed
+        self._outbox: deque[tuple[Sink, Delta]] = deque()
+        self._holds_back = False
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -146,7 +149,7 @@ class Engine:
         usage = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations).end(
             sequence, self._limits.kv_dtype
         )
-        sink(Delta("", (), reason, error, None if error is not None else usage))
+        self._send(sink, Delta("", (), reason, error, None if error is not None else usage))
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence's answer now; nothing happens when it has ended already."""
@@ -196,7 +199,19 @@ class Engine:
         self.turns.lifecycle.expire(time.monotonic())
 
     def step(self) -> None:
-        """Plan, compute and commit one step. A fault ends the requests it touches, never the engine."""
+        """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
+
+        Where the runner overlaps, a step's deltas are delivered while the next one is computed: the host waits then,
+        and so the threads that send have the time. All that decides about the next step is done before it is planned.
+        """
+        try:
+            self._step()
+        finally:
+            self._holds_back = False
+            if not self.busy:
+                self._deliver()
+
+    def _step(self) -> None:
         began = time.monotonic()
         self._end_overdue(began)
         plan = self._scheduler.plan()
@@ -205,8 +220,10 @@ class Engine:
         try:
             self._runner.move(plan)
             if not plan.slices:
+                self._deliver()
                 return
-            outcomes = iter(self._runner.run(plan.slices))
+            run, overlaps = self._runner.run, self._runner.overlaps
+            outcomes = iter(run(plan.slices, self._deliver) if overlaps else run(plan.slices))
         except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
             log.exception("a step of %d sequences failed", len(plan.slices))
             self.failed_steps += 1
@@ -215,6 +232,7 @@ class Engine:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
             return
         now = time.monotonic()
+        self._holds_back = overlaps
         for piece in plan.slices:
             piece.sequence.computed = piece.start + piece.count
             if piece.samples:
@@ -288,7 +306,7 @@ class Engine:
         if sequence.generated == 1:
             self._tokens["prompt"] += len(request.prompt_ids)
         if reason is None:
-            answer.sink(Delta(text, (outcome,)))
+            self._send(answer.sink, Delta(text, (outcome,)))
         else:
             self._end(sequence, text, (outcome,), reason)
 
@@ -317,6 +335,17 @@ class Engine:
                 final = Delta(text, tokens, reason, usage=usage)
         finally:
             self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
-            answer.sink(final)
+            self._send(answer.sink, final)
         if conversation is not None:
             self.turns.proceed(conversation)
+
+    def _send(self, sink: Sink, delta: Delta) -> None:
+        """The one way to a sink; in order, whatever is held back."""
+        self._outbox.append((sink, delta))
+        if not self._holds_back:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        while self._outbox:
+            sink, delta = self._outbox.popleft()
+            sink(delta)

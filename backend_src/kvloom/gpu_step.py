@@ -1,4 +1,4 @@
-"""A step on a GPU, from flat tensors to tokens: one copy there, one launch or many, one copy back, one wait."""
+"""A step on a GPU, from flat tensors to tokens: one copy there, one launch or many, one copy back, one wait later."""
 
 import torch
 
@@ -48,15 +48,18 @@ class GpuStep:
         self._tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._host_tokens = torch.zeros(sequences, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._samples = 0
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def record_graphs(self, record: Record) -> None:
         """Record decode steps of every padded size; nothing is written to the cache.
 
-        An eager step of chunks beside decodes is run, too, so that its kernels are compiled before the first request.
+        Eager steps of chunks beside decodes are run, too, so that their kernels are compiled before the first request:
+        a product with quantized weights has one for each power of two up to 64 rows.
         """
-        self.run(*self._to_nowhere())
+        for tokens in sorted({min(tokens, self._largest_step) for tokens in (8, 16, 32, 64, self._largest_step)}):
+            self.run(*self._to_nowhere(tokens))
         self._buffers.pad_all(self._most)
         sizes = graph_sizes(self._most)
         for size in sizes:
@@ -75,10 +78,24 @@ class GpuStep:
         Returns:
             A token, or NOT_FINITE, for each of ``batch.logit_rows``.
         """
-        with current(self._device):
-            return self._run(batch, draws)
+        self.launch(batch, draws)
+        return self.finish()
 
-    def _run(self, batch: Batch, draws: Draws) -> list[int]:
+    @torch.inference_mode()
+    def launch(self, batch: Batch, draws: Draws) -> None:
+        """Begin a step, arguments as of ``run``; the GPU computes it after this has returned."""
+        with current(self._device):
+            self._launch(batch, draws)
+
+    def finish(self) -> list[int]:
+        """Wait for the step that was launched last, if it samples; returns what ``run`` does."""
+        if not self._samples:
+            return []
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host_tokens[: self._samples].tolist()
+
+    def _launch(self, batch: Batch, draws: Draws) -> None:
         samples, sequences = len(batch.logit_rows), len(batch.seq_lens)
         size = self._graph_size(batch)
         self._buffers.send(batch, draws, size)
@@ -89,12 +106,15 @@ class GpuStep:
             # kernels are compiled for a longest sequence: with one length for all steps none is in mid-serving
             there = self._buffers.batch(len(batch.tokens), sequences, samples, batch.max_queries, self._context_length)
             self._compute(there, self._buffers.draws(samples))
-        return self._read(samples)
+        self._samples = samples
+        self._host_tokens[:samples].copy_(self._tokens[:samples], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
 
-    def _to_nowhere(self) -> tuple[Batch, Draws]:
-        """The largest chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
-        two = self._largest_step > 1 and self._most > 1
-        counts = [min(self._largest_step - 1, self._context_length), 1] if two else [1]
+    def _to_nowhere(self, most: int) -> tuple[Batch, Draws]:
+        """A chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
+        two = most > 1 and self._most > 1
+        counts = [min(most - 1, self._context_length), 1] if two else [1]
         rows, tokens = len(counts), sum(counts)
         starts = torch.tensor([0, *counts]).cumsum(0)
         zeros, ones = torch.zeros(rows), torch.ones(rows)
@@ -126,12 +146,3 @@ class GpuStep:
         if rows:
             self.logits[:rows] = logits
             self._tokens[:rows] = pick(logits, *draws.tensors)[0]
-
-    def _read(self, count: int) -> list[int]:
-        if not count:
-            return []
-        self._host_tokens[:count].copy_(self._tokens[:count], non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-            self._done.synchronize()
-        return self._host_tokens[:count].tolist()

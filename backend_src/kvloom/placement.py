@@ -37,10 +37,10 @@ def with_device(settings: Settings) -> Settings:
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     if name != "cpu":
         _check_gpu(name)
-        if settings.weights not in ("auto", "fp32", "bf16"):
+        if settings.weights == "w8a8":
             raise SettingsError(
-                f"setting weights={settings.weights!r}: quantized weights run on the CPU only; set weights=bf16, or "
-                "device=cpu"
+                "setting weights='w8a8': INT8 activations run on the CPU only; set weights=int8 or weights=int4, whose "
+                "activations are bf16, or device=cpu"
             )
     return settings.model_copy(update={"device": name})
 

@@ -1,5 +1,7 @@
 """A step's tensors: from slices of sequences to the next token of each."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -20,7 +22,12 @@ class Runner:
         host: that of swapped blocks.
         block_size: tokens of a block.
         decodes: computes the steps of which every sequence is one token; None: they are computed as all others are.
+
+    Attributes:
+        overlaps: the host has time while a step is computed; ``run`` then takes what to do in it.
     """
+
+    overlaps = False
 
     def __init__(
         self, decoder: Decoder, storage: Storage, host: Storage, block_size: int, decodes: DecodeSteps | None = None
@@ -37,11 +44,16 @@ class Runner:
         copy_blocks(self._host, self._storage, plan.swap_in)
 
     @torch.inference_mode()
-    def run(self, slices: list[Slice]) -> list[Sampled | Exception]:
+    def run(self, slices: list[Slice], meanwhile: Callable[[], None] | None = None) -> list[Sampled | Exception]:
         """Compute the slices; return, in order, for each slice that reaches its last known token the sampled one.
 
         An exception in a token's place concerns that slice's sequence alone.
+
+        Args:
+            slices: what to compute.
+            meanwhile: is called while the step is computed, where that ``overlaps``; else it must be None.
         """
+        assert meanwhile is None, "this thread computes, there is no meanwhile"
         if self._decodes is not None and self._decodes.take(slices):
             logits, best = self._decodes.run(slices)
             return choose(logits, [piece.sequence for piece in slices], best)

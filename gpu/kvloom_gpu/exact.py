@@ -12,9 +12,9 @@ from kvloom.kv.transfer import copy_blocks as move_blocks
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.gpu.copy import copy_blocks
-from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import Linear, pack_linear
+from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import NOT_FINITE, pick
@@ -36,7 +36,8 @@ def rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
             yield from _pointwise(sizes, shape, dtype)
             yield from _rope(sizes, shape, dtype)
             yield from _attention(sizes, shape, dtype)
-        yield from _quantized(sizes, dtype)
+    # a server's activations beside quantized weights
+    yield from _quantized(sizes, sizes.checked[0][0])
     yield from _sampling(sizes)
     yield from _blocks(sizes)
 
@@ -90,22 +91,22 @@ def _pointwise(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[
 def _quantized(sizes: Sizes, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Products with weights of 8 and 4 bits, at a shape that fills no block."""
     device, out_features, in_features = sizes.device, 3 * sizes.chunk + 2, sizes.long + 2 * BLOCK_SIZE
-    ints = torch.randint(-128, 128, (out_features, in_features), device=device, dtype=torch.int8)
-    scale = torch.rand(out_features, device=device) / 50
-    fours = torch.randint(0, 16, ints.shape, device=device, dtype=torch.uint8)
-    products: dict[str, tuple[Linear, torch.Tensor]] = {
-        "int8": (Int8Linear(ints, scale), ints.double() * scale.double()[:, None])
-    }
-    for group in (32, 128):
-        scales, zeros = torch.rand(2, out_features, -(-in_features // group), device=device)
+    for bits, group, kind in ((8, 32, ""), (4, 32, ""), (4, 32, " and minima"), (4, 128, " and minima")):
+        values = torch.randint(0, 256, (out_features, in_features), device=device, dtype=torch.uint8)
+        values = values.view(torch.int8) if bits == 8 else values & 0xF
+        scales, minima = torch.rand(2, out_features, -(-in_features // group), device=device).half()
         column = torch.arange(in_features, device=device) // group
-        weight = (fours.double() - 15 * zeros.double()[:, column]) * scales.double()[:, column]
-        products[f"int4 by {group}"] = Int4Linear(fours, scales, 15 * zeros), weight
-    for name, (product, weight) in products.items():
-        for rows in (1, 19, 70):
+        lowest = (-8 * (bits == 4) * scales) if not kind else -15 * minima
+        weight = values.double() * scales.double()[:, column] + lowest.double()[:, column]
+        product = QuantizedLinear(bits, values, scales, lowest if bits == 4 else None, group)
+        name = f"int{bits} by {group}{kind}"
+        for rows in (1, 9, 19, 70):
             x = torch.randn(rows, in_features, device=device).to(dtype)
             poison(device)
             yield _row(f"product, {name}", f"{rows} rows, {dtype}", product(x), x.double() @ weight.T)
+        ids = torch.randint(out_features, (5,), device=device)
+        poison(device)
+        yield _row(f"rows, {name}", f"5 of {out_features}", product.rows(ids), weight[ids])
 
 
 def _rope(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[str, Any]]:

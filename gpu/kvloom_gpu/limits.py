@@ -29,7 +29,8 @@ LIMITS = {
     "_decode_split": Limits(wide=0.75, issue_util=0.30, mma=_ANY_MMA),
     "_prefill": Limits(wide=0.75, mma=_HOPPER_MMA),
     # weights; beside them their scales, in the worst case four bytes for each 16, and the rows they are multiplied with
-    "quantized_product": Limits(wide=0.5, mma=_ANY_MMA),
+    # 4 bits in groups of 32 with minima take the most instructions; 8 bits, and groups of 128, about half of the slots
+    "quantized_product": Limits(wide=0.5, issue_util=0.95, mma=_ANY_MMA),
 }
 """By the kernel's name; whoever is not listed has only the limits that hold for all."""
 

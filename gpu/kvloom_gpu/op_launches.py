@@ -6,7 +6,7 @@ import torch
 
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.gpu.copy import copy_blocks
-from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import greedy, pick
@@ -23,14 +23,12 @@ def op_works() -> list[Work]:
     works += [Work(f"pick {vocab}", partial(_pick, vocab)) for vocab in VOCABULARIES]
     works += [Work("greedy 128256", _greedy), Work("copy 2 MiB", _copy)]
     # each number of rows that a program takes; and in_features that fill no block
-    for out_features, in_features, rows in ((4096, 4096, 1), (4096, 4096, 32), (4096, 4096, 64), (1536, 576, 1)):
-        sizes = out_features, in_features, rows
-        shape = f"{in_features} to {out_features}, {rows} rows"
-        works.append(Work(f"int8 {shape}", partial(_int8, *sizes)))
-        for group in (32, 128):
-            works.append(Work(f"int4 by {group} {shape}", partial(_int4, *sizes, group, False)))
-            if rows <= 32:
-                works.append(Work(f"int4 by {group} and zeros {shape}", partial(_int4, *sizes, group, True)))
+    for out_features, in_features, rows in (*((4096, 4096, rows) for rows in (1, 16, 32, 64, 512)), (1536, 576, 1)):
+        for bits, group, minima in ((8, 32, False), (4, 32, False), (4, 32, True), (4, 128, False), (4, 128, True)):
+            shape = f"{in_features} to {out_features}, {rows} rows"
+            name = f"int{bits} by {group}{' and minima' if minima else ''} {shape}"
+            works.append(Work(name, partial(_quantized, out_features, in_features, rows, bits, group, minima)))
+    works.append(Work("rows of int8", _quantized_rows))
     return works
 
 
@@ -66,12 +64,15 @@ def _copy() -> None:
     copy_blocks(blocks, blocks, torch.zeros(2, 2, dtype=torch.int64))
 
 
-def _int8(out_features: int, in_features: int, rows: int) -> None:
-    weight = torch.empty(out_features, in_features, dtype=torch.int8)
-    Int8Linear(weight, torch.empty(out_features))(_bf16(rows, in_features))
+def _quantized(out_features: int, in_features: int, rows: int, bits: int, group: int, minima: bool) -> None:
+    _linear(out_features, in_features, bits, group, minima)(_bf16(rows, in_features))
 
 
-def _int4(out_features: int, in_features: int, rows: int, group: int, zero: bool) -> None:
-    weight = torch.empty(out_features, in_features, dtype=torch.uint8)
-    scale = torch.empty(out_features, -(-in_features // group), dtype=torch.float16)
-    Int4Linear(weight, scale, scale if zero else None)(_bf16(rows, in_features))
+def _quantized_rows() -> None:
+    _linear(4096, 576, 8, 32, False).rows(torch.zeros(3, dtype=torch.int64))
+
+
+def _linear(out_features: int, in_features: int, bits: int, group: int, minima: bool) -> QuantizedLinear:
+    values = torch.zeros(out_features, in_features, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales = torch.ones(out_features, -(-in_features // group), dtype=torch.float16)
+    return QuantizedLinear(bits, values, scales, scales if minima else None, group)

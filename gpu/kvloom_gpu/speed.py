@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvloom.kv.codec import LayerCache
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
-from kvloom.ops.gpu.linear import Int4Linear, Int8Linear
+from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
@@ -196,16 +196,18 @@ def _products(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, 
     def plain() -> Linear:
         return pack_linear(torch.randn(out_features, width, device=device).to(dtype))
 
-    def int8() -> Linear:
-        weight = torch.randint(-128, 128, (out_features, width), device=device, dtype=torch.int8)
-        return Int8Linear(weight, torch.rand(out_features, device=device))
+    def quantized(bits: int, group: int, minima: bool) -> Linear:
+        values = torch.randint(0, 128 if bits == 8 else 16, (out_features, width), device=device, dtype=torch.uint8)
+        scales = torch.rand(out_features, -(-width // group), device=device).half()
+        values = values.view(torch.int8) if bits == 8 else values
+        return QuantizedLinear(bits, values, scales, scales if minima else None, group)
 
-    def int4() -> Linear:
-        weight = torch.randint(16, (out_features, width), device=device, dtype=torch.uint8)
-        return Int4Linear(weight, torch.rand(out_features, -(-width // 128), device=device).half())
-
-    for name, make, bits in (("plain", plain, 8 * dtype.itemsize), ("int8", int8, 8), ("int4", int4, 4)):
-        moved = out_features * width * bits // 8
+    kinds: list[tuple[str, Callable[[], Linear], float]] = [("plain", plain, 8.0 * dtype.itemsize)]
+    for bits, group, minima in ((8, 32, False), (4, 32, False), (4, 32, True), (4, 128, True)):
+        name = f"int{bits} by {group}{' and minima' if minima else ''}"
+        kinds.append((name, partial(quantized, bits, group, minima), bits + (16 + 16 * minima) / group))
+    for name, make, bits_each in kinds:
+        moved = int(out_features * width * bits_each / 8)
         products = [make() for _ in range(-(-COLD_BYTES // moved) if device.type == "cuda" else 1)]
         seconds = clock.seconds([partial(product, x) for product in products])
         yield {

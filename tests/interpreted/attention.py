@@ -19,7 +19,8 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 DECODES = [(1, 1), (150, 1), (0, 1), (16, 1), (17, 1), (305, 1), (0, 0), (64, 1)]
 CHUNKS = [(37, 5), (33, 33), (64, 32), (90, 2)]
-MIXED = [(70, 1), *CHUNKS, (0, 1), (5, 0), (129, 1)]
+MIXED = [(70, 1), *CHUNKS, (0, 1), (5, 0), (129, 1), (0, 37)]
+"""(Tokens in the cache, of which this step's); the last is padding of more queries than a tile has keys."""
 
 SIZES = [  # dtype, heads, kv_heads, head_dim, block_size
     (torch.float32, 9, 3, 64, 16),

@@ -5,7 +5,7 @@ import torch
 from tolerance import close
 
 from kvloom.ops.gpu import linear
-from kvloom.ops.gpu.linear import Int4Linear, Int8Linear, pack, unpack
+from kvloom.ops.gpu.linear import QuantizedLinear, pack, unpack
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,43 +41,53 @@ def test_packing_loses_nothing(planes, width):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "rows"), [(64, 128, 1), (200, 300, 5), (3, 8, 17), (130, 1024, 2)]
+    ("out_features", "in_features", "rows"), [(64, 128, 1), (200, 300, 5), (3, 8, 17), (130, 1024, 2), (70, 96, 70)]
 )
 def test_int8(dtype, out_features, in_features, rows):
-    weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
-    weight[:, 0], weight[0, -1] = -128, 127
-    scale = torch.rand(out_features) / 50
-    check(Int8Linear(weight, scale), weight.double() * scale.double()[:, None], dtype, rows)
+    values = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
+    values[:, 0], values[0, -1] = -128, 127
+    scales = (torch.rand(out_features, -(-in_features // 32)) / 50).half()
+    check(QuantizedLinear(8, values, scales, None), values.double() * in_columns(scales, 32, in_features), dtype, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zeros", [None, "whole", "any"])
+@pytest.mark.parametrize("kind", ["around 8", "minima"])
 @pytest.mark.parametrize(
     ("group", "out_features", "in_features", "rows"),
-    [(32, 64, 128, 1), (32, 130, 288, 5), (128, 200, 300, 17), (128, 3, 256, 2), (32, 130, 1024, 2)],
+    [(32, 64, 128, 1), (32, 130, 288, 5), (128, 200, 300, 17), (128, 3, 256, 2), (32, 130, 1024, 2), (32, 70, 96, 70)],
 )
-def test_int4(dtype, zeros, group, out_features, in_features, rows):
-    weight = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
-    groups = -(-in_features // group)
-    scale = (torch.rand(out_features, groups) / 3).half()
-    zero = None
-    if zeros is not None:
-        zero = torch.rand(out_features, groups) * 15
-        zero = zero.round() if zeros == "whole" else zero
-    places = torch.arange(in_features) // group
-    offset = 8 if zero is None else zero.double()[:, places]
-    check(Int4Linear(weight, scale, zero), (weight.double() - offset) * scale.double()[:, places], dtype, rows)
+def test_int4(dtype, kind, group, out_features, in_features, rows):
+    values = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
+    scales = (torch.rand(out_features, -(-in_features // group)) / 3).half()
+    minima = -8 * scales if kind == "around 8" else torch.randn_like(scales)
+    weight = values.double() * in_columns(scales, group, in_features) + in_columns(minima, group, in_features)
+    product = QuantizedLinear(4, values, scales, minima, group)
+    check(product, weight, dtype, rows)
+    # what lies around 8 has no minima to read
+    assert product._minima == (kind == "minima")
+    ids = torch.tensor([out_features - 1, 0, 2])
+    close(product.rows(ids), weight[ids])
+
+
+def in_columns(groups: torch.Tensor, group: int, in_features: int) -> torch.Tensor:
+    """What belongs to groups, float64, for each of their inputs."""
+    return groups.double()[:, torch.arange(in_features) // group]
 
 
 def test_a_row_does_not_depend_on_how_many_there_are():
-    int8 = Int8Linear(torch.randint(-128, 128, (150, 1100), dtype=torch.int8), torch.rand(150))
-    int4 = Int4Linear(torch.randint(0, 16, (150, 1100), dtype=torch.uint8), torch.rand(150, 35), torch.rand(150, 35))
-    x = torch.randn(20, 1100)
-    for product in (int8, int4):
+    values = torch.randint(0, 256, (150, 1100), dtype=torch.uint8)
+    scales, minima = torch.rand(2, 150, 35).half()
+    x = torch.randn(70, 1100)
+    for product in (
+        QuantizedLinear(8, values.view(torch.int8), scales, None),
+        QuantizedLinear(4, values & 0xF, scales, minima),
+    ):
+        # more than a program's rows, whose sums are not divided
         together = product(x)
-        for count in (1, 3, 17):
+        for count in (1, 9, 17, 64):
             close(product(x[:count]), together[:count].double())
         assert product(x[:0]).shape == (0, 150)
+        assert product.rows(torch.tensor([], dtype=torch.int64)).shape == (0, 1100)
 
 
 def test_a_sum_is_divided_only_where_programs_are_few():

@@ -23,6 +23,8 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 QUANTIZED = ("int8", "int4", "w8a8")
 """Settings of ``weights`` with which every matrix is of integers."""
 
+CPU = torch.device("cpu")
+
 
 class ServedWeights:
     """Reads and converts each weight when it is taken, so that only packed ones stay.
@@ -37,6 +39,7 @@ class ServedWeights:
         weights: fp32, bf16, int8, int4 or w8a8.
         dtype: of the activations and of plain weights.
         smoothing: for w8a8: name of a norm to what its output is divided by, fp32 [hidden].
+        device: where they are multiplied.
 
     Raises:
         SettingsError: the file does not hold what int4 takes.
@@ -48,6 +51,7 @@ class ServedWeights:
         weights: str,
         dtype: torch.dtype,
         smoothing: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device = CPU,
     ):
         self._files = files
         self._weights = weights
@@ -56,7 +60,7 @@ class ServedWeights:
         self._left = set(tensor_shapes(files.spec))
         if weights == "int4":
             self._check_int4()
-        if weights in QUANTIZED and library() is None:
+        if weights in QUANTIZED and device.type == "cpu" and library() is None:
             log.warning("weights=%s without the C++ ops: computed with, and kept as, %s", weights, dtype)
 
     def __len__(self) -> int:
@@ -99,7 +103,9 @@ class ServedWeights:
                 )
 
 
-def served_weights(files: ModelFiles, weights: str, dtype: torch.dtype, tokenizer: Tokenizer) -> ServedWeights:
+def served_weights(
+    files: ModelFiles, weights: str, dtype: torch.dtype, tokenizer: Tokenizer, device: torch.device = CPU
+) -> ServedWeights:
     """A model's weights as the setting ``weights`` says; w8a8 is smoothed by what the model makes of a text.
 
     Args:
@@ -107,13 +113,14 @@ def served_weights(files: ModelFiles, weights: str, dtype: torch.dtype, tokenize
         weights: fp32, bf16, int8, int4 or w8a8.
         dtype: of the activations.
         tokenizer: the model's.
+        device: where they are multiplied.
 
     Raises:
         SettingsError: the file does not hold what int4 takes.
         ModelError: a weight can't be read.
     """
     if weights != "w8a8":
-        return ServedWeights(files, weights, dtype)
+        return ServedWeights(files, weights, dtype, device=device)
     with torch.inference_mode():
         factors = smoothing(files.spec, lambda name: files.tensor(name, torch.float32), tokenizer.encode(TEXT))
     return ServedWeights(files, weights, dtype, factors)

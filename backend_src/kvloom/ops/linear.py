@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from kvloom.ops.gpu import runs_triton
 from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear
@@ -33,8 +34,8 @@ class TiedLinear(Linear, Protocol):
 def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
     """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
-    In C++ where that is built; else oneDNN's packed product of plain weights. On a GPU a plain product does, nothing is
-    packed.
+    In C++ where that is built; else oneDNN's packed product of plain weights. On a GPU a plain product of plain weights
+    does, and those in groups have a Triton kernel.
 
     Args:
         weight: the weight.
@@ -55,6 +56,11 @@ def _pack(weight: Weight, dtype: torch.dtype | None, allocate: Allocate, keep_ro
             return NativeInt8Linear(weight, allocate)
         weight = weight.groups
     if isinstance(weight, GroupedWeight):
+        if runs_triton(weight.values):
+            from kvloom.ops.gpu.linear import QuantizedLinear
+
+            values = weight.values[:, : weight.in_features]
+            return QuantizedLinear(weight.bits, values, weight.scales, weight.minima)
         if library() is not None:
             return NativeGroupedLinear(weight, allocate)
         assert dtype is not None
@@ -71,11 +77,11 @@ def plain(weight: Weight) -> torch.Tensor:
 
 
 def moved(weight: Weight, device: torch.device) -> Weight:
-    """The weight on another device, where only plain ones have products."""
-    if isinstance(weight, torch.Tensor):
-        return weight.to(device)
-    assert device.type == "cpu"
-    return weight
+    """The weight on another device; INT8 activations have products on a CPU only."""
+    if isinstance(weight, Int8Weight):
+        assert device.type == "cpu"
+        return weight
+    return weight.to(device)
 
 
 def pack_rows(weight: Weight, allocate: Allocate = small_pages) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -88,7 +94,8 @@ def pack_rows(weight: Weight, allocate: Allocate = small_pages) -> Callable[[tor
         weight = weight.groups
     if isinstance(weight, torch.Tensor):
         return partial(_rows_of, weight.contiguous())
-    return weight.rows if library() is None else NativeGroupedLinear(weight, allocate).rows
+    native = library() is not None and not runs_triton(weight.values)
+    return NativeGroupedLinear(weight, allocate).rows if native else weight.rows
 
 
 def _rows_of(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

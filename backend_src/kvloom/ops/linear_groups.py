@@ -66,6 +66,11 @@ class GroupedWeight:
             groups = groups + self.minima.float()[..., None]
         return groups.view(self.values.shape)[:, : self.in_features].contiguous()
 
+    def to(self, device: torch.device) -> "GroupedWeight":
+        """The same on another device."""
+        minima = None if self.minima is None else self.minima.to(device)
+        return GroupedWeight(self.bits, self.values.to(device), self.scales.to(device), minima, self.in_features)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` (int64 [T]) in fp32."""
         minima = None if self.minima is None else self.minima[ids]

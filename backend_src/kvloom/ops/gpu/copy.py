@@ -1,4 +1,9 @@
-"""Moving blocks of bytes inside a GPU's memory."""
+"""Moving blocks of bytes inside a GPU's memory.
+
+Between it and the host a block is one run of bytes on both sides, of hundreds of KiB and more, and the copy engines do
+it at the bus's speed beside whatever the multiprocessors compute: see ``kvloom.kv.transfer``. Nothing in a server moves
+blocks inside the GPU yet.
+"""
 
 import torch
 import triton

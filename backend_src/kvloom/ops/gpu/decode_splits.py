@@ -1,6 +1,4 @@
-"""How many programs share the keys of a sequence."""
-
-import triton
+"""How many programs share the keys of a sequence. Without triton, since the planner asks too."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LEAST_TOKENS = 256
@@ -18,9 +16,13 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
     Enough programs for the whole machine, and no part so long that all wait for it, but none that is too short to pay.
     It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
     """
-    length = triton.next_power_of_2(max(max_length, 1))
+    length = _power_of_2(max_length)
     pairs = batch * kv_heads
     busy = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs
     short = min(length // MOST_TOKENS, MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
-    wanted = triton.next_power_of_2(max(busy, short, 1))
-    return max(1, min(wanted, length // LEAST_TOKENS, MOST_SPLITS))
+    return max(1, min(_power_of_2(max(busy, short)), length // LEAST_TOKENS, MOST_SPLITS))
+
+
+def _power_of_2(number: int) -> int:
+    """The next one from ``number`` on; 1 at least."""
+    return 1 << (max(number, 1) - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Products with weights of 8 and 4 bits, for decode batches: as fast as the weights come from memory.
+"""Products with weights of 8 and 4 bits in groups: as fast as the weights come from memory.
 
 One kernel computes any number of rows, so that a weight is the same number whatever the batch: to dequantize it to
-bfloat16 for large batches would round it.
+bfloat16 for large batches, and leave these to cuBLAS, would round it.
 """
 
 import torch
@@ -12,6 +12,12 @@ from kvloom.ops.gpu import linear_kernels as kernels
 _COLUMNS = 128
 """out_features of a program."""
 
+_MOST_ROWS = 64
+"""Rows of a program at most. More rows are as many programs, whose sums are not divided."""
+
+_MOST_ROWS_WITH_MINIMA = 32
+"""With minima, for whose sums there are no registers beside those of more rows."""
+
 _LEAST_SHARE = 4
 """Blocks below which a sum is not divided any further: so many are loaded ahead."""
 
@@ -20,51 +26,62 @@ _PROGRAMS = 2
 
 _SUM_BLOCK = 1024
 
+_MIDDLE = 8
+"""Of numbers of 4 bits: what a weight without minima stands for is ``(values - 8) * scale``."""
 
-class _QuantizedLinear:
-    """What both have in common.
+
+class QuantizedLinear:
+    """A weight [out_features, in_features] = values * scale (+ minimum), both of a row's group of inputs.
+
+    Satisfies ``kvloom.ops.linear.TiedLinear``.
 
     Args:
-        words: see ``pack``.
-        planes: numbers in a word.
-        in_features: width of the weight before it was padded.
-        scale: [groups, out_features], or [out_features] where ``group`` is 0.
-        zero: like ``scale``, or None.
-        group: planes that have a scale together.
+        bits: 8: values are int8; 4: they are uint8 of 0 to 15.
+        values: [out_features, in_features].
+        scales: fp16 [out_features, in_features / group]; a last group may be shorter.
+        minima: like ``scales``, for 4 bits: GGUF's Q4_1 as it is; those of GPTQ and AWQ are ``-zero * scale``. None:
+            signed values of 8 bits, values of 4 bits around 8 (as in Q4_0).
+        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it).
     """
 
     def __init__(
-        self,
-        words: torch.Tensor,
-        planes: int,
-        in_features: int,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None,
-        group: int,
+        self, bits: int, values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, group: int = 32
     ):
-        self.out_features, self.in_features = words.shape[1], in_features
-        self._words, self._planes, self._scale, self._zero, self._group = words, planes, scale, zero, group
-        self._split = split_count(self.out_features, words.shape[0], words.device)
+        self.out_features, self.in_features = values.shape
+        assert values.dtype is (torch.int8 if bits == 8 else torch.uint8) and scales.dtype is torch.float16
+        assert (bits, group) in ((8, 32), (4, 32), (4, 128)) and (bits == 4 or minima is None)
+        assert scales.shape == (self.out_features, -(-self.in_features // group))
+        self._planes = 16 // bits
+        # a plane is a group of 32, or half of one of 128
+        width = min(group, 64)
+        self._group = group // width
+        self._words = pack(values, self._planes, width)
+        self._minima = minima is not None and not torch.equal(minima.float(), -_MIDDLE * scales.float())
+        self._pairs = _pair(
+            scales, minima if self._minima else None, self._words.shape[0] * self._planes // self._group
+        )
+        self._split = split_count(self.out_features, self._words.shape[0], self._words.device)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, in_features] in fp32, fp16 or bf16 to [T, out_features], in x's dtype or ``out_dtype``."""
         assert x.is_contiguous() and x.shape[1] == self.in_features
-        rows, split = x.shape[0], self._split
+        rows = x.shape[0]
+        split = self._split if rows <= _MOST_ROWS else 1
         out = torch.empty(rows, self.out_features, dtype=out_dtype or x.dtype, device=x.device)
         if not rows:
             return out
         parts = out
         if split > 1:
             parts = torch.empty(split, rows, self.out_features, dtype=torch.float32, device=x.device)
-        # with zeros, registers are not enough for more
-        tile = min(max(triton.next_power_of_2(rows), 16), 64 if self._zero is None else 32)
         backend = _backend()
+        # AMD's matrix instructions take no fewer than 16
+        least, most = 8 if backend == "cuda" else 16, _MOST_ROWS_WITH_MINIMA if self._minima else _MOST_ROWS
+        tile = min(max(triton.next_power_of_2(rows), least), most)
         grid = (triton.cdiv(self.out_features, _COLUMNS), split, triton.cdiv(rows, tile))
         kernels.quantized_product[grid](
             x,
             self._words,
-            self._scale,
-            self._zero,
+            self._pairs,
             parts,
             rows,
             self.out_features,
@@ -72,60 +89,37 @@ class _QuantizedLinear:
             self._words.shape[0],
             ROWS=tile,
             COLUMNS=_COLUMNS,
-            PLANES=self._planes,
-            WIDTH=self._words.shape[2],
-            GROUP=self._group,
-            SPLIT=split,
-            WHOLE=self.in_features % (self._planes * self._words.shape[2]) == 0,
             STAGES=_stages(backend, tile),
             PACKED=backend == "cuda",
-            num_warps=4 if tile <= 32 else 8,
+            WHOLE=self.in_features % (self._planes * self._words.shape[2]) == 0,
+            num_warps=_warps(tile, self._words.shape[2]),
+            **self._shape,
         )
         if split > 1:
             size = out.numel()
-            kernels.add_parts[(triton.cdiv(size, _SUM_BLOCK),)](
-                parts, out, size, SPLIT=split, BLOCK=_SUM_BLOCK, num_warps=4
+            kernels.add_parts[(triton.cdiv(size, _SUM_BLOCK),)](parts, out, size, split, BLOCK=_SUM_BLOCK, num_warps=4)
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (int64 [T]) of the weight in fp32 [T, in_features]."""
+        out = torch.empty(len(ids), self.in_features, dtype=torch.float32, device=ids.device)
+        if len(ids):
+            kernels.quantized_rows[(len(ids), self._words.shape[0])](
+                ids,
+                self._words,
+                self._pairs,
+                out,
+                self.out_features,
+                self.in_features,
+                num_warps=1,
+                **self._shape,
             )
         return out
 
-
-class Int8Linear(_QuantizedLinear):
-    """A weight of int8 and a scale for each of its rows; satisfies ``kvloom.ops.linear.Linear``.
-
-    Args:
-        weight: int8 [out_features, in_features].
-        scale: any float dtype [out_features]; the weight stands for ``weight * scale[:, None]``.
-    """
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor):
-        assert weight.dtype is torch.int8 and scale.shape == weight.shape[:1]
-        super().__init__(pack(weight, 2, 64), 2, weight.shape[1], scale.contiguous(), None, 0)
-
-
-class Int4Linear(_QuantizedLinear):
-    """A weight of 4 bits with a scale, and maybe a zero, for groups of a row; satisfies ``kvloom.ops.linear.Linear``.
-
-    Args:
-        weight: uint8 [out_features, in_features] of 0 to 15.
-        scale: any float dtype [out_features, in_features / group]; a group is 32 (as in GGUF's Q4_0 and Q4_1) or 128
-            (as GPTQ and AWQ mostly have it); a last one may be shorter.
-        zero: like ``scale``, whole numbers or not; the weight stands for ``(weight - zero) * scale``. None: 8.
-    """
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None):
-        out_features, in_features = weight.shape
-        assert weight.dtype is torch.uint8
-        # a plane is a group of 32, or half of one of 128
-        width = 32 if scale.shape[1] == -(-in_features // 32) else 64
-        group = 1 if width == 32 else 2
-        assert scale.shape == (out_features, -(-in_features // (width * group)))
-        words = pack(weight, 4, width)
-        groups = words.shape[0] * 4 // group
-
-        def by_group(values: torch.Tensor) -> torch.Tensor:
-            return _padded(values, groups).t().contiguous()
-
-        super().__init__(words, 4, in_features, by_group(scale), None if zero is None else by_group(zero), group)
+    @property
+    def _shape(self) -> dict[str, int | bool]:
+        width = self._words.shape[2]
+        return {"PLANES": self._planes, "WIDTH": width, "GROUP": self._group, "MINIMA": self._minima}
 
 
 def pack(weight: torch.Tensor, planes: int, width: int) -> torch.Tensor:
@@ -138,12 +132,12 @@ def pack(weight: torch.Tensor, planes: int, width: int) -> torch.Tensor:
         uint16 [blocks, out_features, width]: whichever rows of a block a program reads, they have no gaps.
     """
     block = planes * width
-    numbers = _padded(weight, -(-weight.shape[1] // block) * block).to(torch.int32) & (0xFF if planes == 2 else 0xF)
+    numbers = _padded(weight, -(-weight.shape[1] // block) * block).to(torch.int16) & (0xFF if planes == 2 else 0xF)
     numbers = numbers.view(len(weight), -1, planes, width)
     words = numbers[:, :, 0].clone()
     for plane in range(1, planes):
         words |= numbers[:, :, plane] << (16 // planes * plane)
-    return words.to(torch.uint16).transpose(0, 1).contiguous()
+    return words.view(torch.uint16).transpose(0, 1).contiguous()
 
 
 def unpack(words: torch.Tensor, planes: int, in_features: int) -> torch.Tensor:
@@ -155,7 +149,7 @@ def unpack(words: torch.Tensor, planes: int, in_features: int) -> torch.Tensor:
 
 
 def split_count(out_features: int, blocks: int, device: torch.device) -> int:
-    """Programs that share a column's sum: of the weight's shape and the GPU alone, so that rows don't change it."""
+    """Programs that share a column's sum: of the weight's shape and the GPU alone, so that few rows don't change it."""
     # without a GPU, where this is compiled and tested only, an H100's
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     columns = triton.cdiv(out_features, _COLUMNS)
@@ -163,6 +157,13 @@ def split_count(out_features: int, blocks: int, device: torch.device) -> int:
     while columns * split < processors * _PROGRAMS and blocks >= 2 * split * _LEAST_SHARE:
         split *= 2
     return split
+
+
+def _pair(scales: torch.Tensor, minima: torch.Tensor | None, groups: int) -> torch.Tensor:
+    """int32 [groups, out_features] of a scale and a minimum each; without minima [groups / 2, ...] of two scales."""
+    scales = _padded(scales, groups)
+    pairs = scales.view(len(scales), -1, 2) if minima is None else torch.stack((scales, _padded(minima, groups)), 2)
+    return pairs.contiguous().view(torch.int32)[:, :, 0].t().contiguous()
 
 
 def _backend() -> str:
@@ -177,6 +178,11 @@ def _stages(backend: str, tile: int) -> int:
     if backend == "hip":
         return 2
     return 4 if tile <= 32 else 3
+
+
+def _warps(tile: int, width: int) -> int:
+    """As few as have the registers: what a warp does for each row of weights is done for more columns at once."""
+    return 2 if tile * width <= 512 else 4 if tile * width <= 1024 else 8
 
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:

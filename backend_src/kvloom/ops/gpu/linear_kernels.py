@@ -5,88 +5,77 @@ is, and weights go through registers into it (as in Marlin, Frantar et al., 2024
 programs do not fill a GPU, several share the sum over in_features; their parts are added in a fixed order.
 
 Weights are words of 16 bits that hold 2 or 4 numbers each, of as many *planes* of a block of in_features: what the same
-bits of a row's words hold are neighbours in the input, and a word is widened to bfloat16 in place.
+bits of a row's words hold are neighbours in the input, and a word is widened to bfloat16 in place. Scales and minima
+are pairs of fp16 in words of 32 bits, the smallest that are loaded ahead.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def _eights(words, PLANE: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """The signed bytes at place ``PLANE`` of words uint16, as floats.
+@triton.constexpr_function
+def _bytes_to_bf16(place):
+    """Instructions that widen the signed bytes at a place of two words.
 
-    For bfloat16: 7 bits as the mantissa of 128 + n, and the sign bit as what makes -128 the double.
+    7 bits become the mantissa of 128 + n, and the sign bit what makes -128 the double.
     """
-    if PACKED and dtype == tl.bfloat16:
-        if PLANE == 0:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 n, s, one; mov.b32 one, 0x3F803F80;
-                lop3.b32 n, $1, 0x007F007F, 0x43004300, 0xEA; lop3.b32 s, $1, 0x00800080, 0xC300C300, 0xEA;
-                fma.rn.bf16x2 $0, n, one, s; }""",
-                "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 n, s, one; mov.b32 one, 0x3F803F80; shr.b32 s, $1, 8;
-                lop3.b32 n, s, 0x007F007F, 0x43004300, 0xEA; lop3.b32 s, s, 0x00800080, 0xC300C300, 0xEA;
-                fma.rn.bf16x2 $0, n, one, s; }""",
-            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    byte = words >> (8 * PLANE)
-    if dtype == tl.bfloat16:
-        number = ((byte & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return number + ((byte & 0x80) | 0xC300).to(tl.bfloat16, bitcast=True)
-    return (byte & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True).to(dtype)
+    shift = "mov.b32 w, $1;" if place == 0 else "shr.b32 w, $1, 8;"
+    return (
+        "{ .reg .b32 w, n, s, one; mov.b32 one, 0x3F803F80; " + shift + " lop3.b32 n, w, 0x007F007F, 0x43004300, 0xEA; "
+        "lop3.b32 s, w, 0x00800080, 0xC300C300, 0xEA; fma.rn.bf16x2 $0, n, one, s; }"
+    )
+
+
+@triton.constexpr_function
+def _fours_to_bf16(place, middle):
+    """Instructions that widen the 4 bits at a place of two words, less ``middle``: they are the mantissa of 128 + n."""
+    shift = "mov.b32 n, $1;" if place == 0 else f"shr.b32 n, $1, {4 * place};"
+    widen = "lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA;"
+    less = {-128: "mov.b32 $0, n;", 8: "fma.rn.bf16x2 $0, n, one, c;"}[middle]
+    constants = ".reg .b32 n, one, c; mov.b32 one, 0x3F803F80; mov.b32 c, 0xC308C308;"
+    return "{ " + constants + " " + shift + " " + widen + " " + less + " }"
 
 
 @triton.jit
-def _fours(words, PLANE: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """The numbers of 4 bits at place ``PLANE`` of words uint16, less 8, as floats.
-
-    For bfloat16: as the mantissa of 128 + n.
-    """
+def _numbers(
+    words, PLACE: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr
+):
+    """What words uint16 hold at ``PLACE``, as floats: signed bytes of 2 planes, or 0 to 15 less ``MIDDLE`` of 4."""
     if PACKED and dtype == tl.bfloat16:
-        if PLANE == 0:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 n, one, c; mov.b32 one, 0x3F803F80; mov.b32 c, 0xC308C308;
-                lop3.b32 n, $1, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, n, one, c; }""",
-                "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        if PLANE == 1:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 n, one, c; mov.b32 one, 0x3F803F80; mov.b32 c, 0xC308C308; shr.b32 n, $1, 4;
-                lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, n, one, c; }""",
-                "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        if PLANE == 2:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b32 n, one, c; mov.b32 one, 0x3F803F80; mov.b32 c, 0xC308C308; shr.b32 n, $1, 8;
-                lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, n, one, c; }""",
-                "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 n, one, c; mov.b32 one, 0x3F803F80; mov.b32 c, 0xC308C308; shr.b32 n, $1, 12;
-                lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, n, one, c; }""",
-            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    number = (words >> (4 * PLANE)) & 0xF
+        code: tl.constexpr = _bytes_to_bf16(PLACE) if PLANES == 2 else _fours_to_bf16(PLACE, MIDDLE)
+        return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    part = words >> (16 // PLANES * PLACE)
     if dtype == tl.bfloat16:
-        return (number | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-    return number.to(dtype) - 8.0
+        if PLANES == 2:
+            number = ((part & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
+            return number + ((part & 0x80) | 0xC300).to(tl.bfloat16, bitcast=True)
+        number = ((part & 0xF) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return number if MIDDLE == -128 else number - (128.0 + MIDDLE)
+    if PLANES == 2:
+        return (part & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True).to(dtype)
+    return (part & 0xF).to(dtype) - MIDDLE
 
 
 @triton.jit
+def _half(pair, PLACE: tl.constexpr):
+    """The fp16 in the low or high half of int32, as fp32."""
+    return ((pair >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def quantized_product(
-    x, words, scales, zeros, out, rows, out_features, in_features, blocks,
+    x, words, pairs, out, rows, out_features, in_features, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    MINIMA: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [SPLIT, rows, out_features] of x [rows, in_features] and words uint16 [blocks, out_features, WIDTH].
+    """out [splits, rows, out_features] of x [rows, in_features] and words uint16 [blocks, out_features, WIDTH].
 
-    PLANES is 2 for signed bytes, 4 for numbers of 4 bits. GROUP is how many planes have a scale together: scales and
-    zeros are [blocks * PLANES / GROUP, out_features]; or it is 0, scales are [out_features] and there are no zeros.
-    PACKED: widen two numbers by one instruction, on NVIDIA GPUs.
+    PLANES is 2 for signed bytes, 4 for numbers of 4 bits; GROUP is how many planes have a scale together. pairs int32
+    are [groups, out_features] of a scale (low half) and a minimum where there are MINIMA, else [groups / 2,
+    out_features] of the scales of two groups. PACKED: widen two numbers by one instruction, on NVIDIA GPUs.
     """
+    # minima take back what is left out of numbers of 4 bits, so that bfloat16 may stay at 128 + n, which costs nothing
+    MIDDLE: tl.constexpr = 8 if not MINIMA else -128 if x.dtype.element_ty == tl.bfloat16 else 0
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -95,43 +84,70 @@ def quantized_product(
     source_n = tl.minimum(n, out_features - 1)
     source_m = tl.minimum(m, rows - 1).to(tl.int64)
     k = tl.arange(0, WIDTH)
-    share = tl.cdiv(blocks, SPLIT)
+    share = tl.cdiv(blocks, tl.num_programs(1))
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in tl.range(part * share, tl.minimum(part * share + share, blocks), num_stages=STAGES):
         w = tl.load(words + (block * height + source_n[:, None]) * WIDTH + k[None, :])
         sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-        inputs_sum = tl.zeros([ROWS], tl.float32)
+        inputs_sums = tl.zeros([COLUMNS, ROWS], tl.float32)
         for plane in tl.static_range(PLANES):
             at = (block * PLANES + plane) * WIDTH + k
             inputs = x + source_m[None, :] * in_features + at[:, None]
             y = tl.load(inputs) if WHOLE else tl.load(inputs, mask=at[:, None] < in_features, other=0.0)
-            numbers = _eights(w, plane, y.dtype, PACKED) if PLANES == 2 else _fours(w, plane, y.dtype, PACKED)
-            if GROUP == 0:
-                total = tl.dot(numbers, y, total)
-            else:
-                sums = tl.dot(numbers, y, sums)
-                group = (block * PLANES + plane) // GROUP * height + source_n
-                if zeros is not None:
-                    inputs_sum += tl.sum(y.to(tl.float32), 0)
-                if plane % GROUP == GROUP - 1:
-                    if zeros is not None:
-                        sums += (8.0 - tl.load(zeros + group).to(tl.float32))[:, None] * inputs_sum[None, :]
-                        inputs_sum = tl.zeros([ROWS], tl.float32)
-                    total += sums * tl.load(scales + group).to(tl.float32)[:, None]
-                    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    if GROUP == 0:
-        total *= tl.load(scales + source_n).to(tl.float32)[:, None]
+            numbers = _numbers(w, plane, PLANES, MIDDLE, y.dtype, PACKED)
+            sums = tl.dot(numbers, y, sums, input_precision="ieee")
+            if MINIMA:
+                # each row of this product is the inputs' sum: matrix instructions are idle, reductions would not be
+                ones = tl.full([COLUMNS, WIDTH], 1.0, y.dtype)
+                inputs_sums = tl.dot(ones, y, inputs_sums, input_precision="ieee")
+            if plane % GROUP == GROUP - 1:
+                group = (block * PLANES + plane) // GROUP
+                if MINIMA:
+                    pair = tl.load(pairs + group * height + source_n)
+                    scale = _half(pair, 0)
+                    total += scale[:, None] * sums
+                    total += (_half(pair, 1) + scale * MIDDLE)[:, None] * inputs_sums
+                    inputs_sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+                else:
+                    if plane // GROUP % 2 == 0:
+                        pair = tl.load(pairs + group // 2 * height + source_n)
+                    total += _half(pair, plane // GROUP % 2)[:, None] * sums
+                sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     target = (part * rows + m[None, :]) * height + n[:, None]
     stored = (m[None, :] < rows) & (n[:, None] < out_features)
     tl.store(out + target, total.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
-def add_parts(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [size], the sum of parts fp32 [SPLIT, size], always in the same order."""
+@triton.jit(do_not_specialize=["size", "parts_count"])
+def add_parts(parts, out, size, parts_count, BLOCK: tl.constexpr):
+    """out [size], the sum of parts fp32 [parts_count, size], always in the same order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts + part * size + place, mask=inside, other=0.0)
+    for part in tl.range(0, parts_count):
+        total += tl.load(parts + part * size.to(tl.int64) + place, mask=inside, other=0.0)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantized_rows(
+    ids, words, pairs, out, out_features, in_features,
+    PLANES: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [T, in_features], the rows ``ids`` int64 [T] of a weight; the rest is as of ``quantized_product``."""
+    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(ids + place)
+    k = tl.arange(0, WIDTH)
+    height = tl.full([], 0, tl.int64) + out_features
+    w = tl.load(words + (block * height + row) * WIDTH + k)
+    for plane in tl.static_range(PLANES):
+        group = (block * PLANES + plane) // GROUP
+        numbers = _numbers(w, plane, PLANES, 0 if MINIMA else 8, tl.float32, False)
+        if MINIMA:
+            pair = tl.load(pairs + group * height + row)
+            numbers = numbers * _half(pair, 0) + _half(pair, 1)
+        else:
+            pair = tl.load(pairs + group // 2 * height + row)
+            numbers *= _half(pair >> (16 * (group % 2)), 0)
+        at = (block * PLANES + plane) * WIDTH + k
+        tl.store(out + place * in_features + at, numbers, mask=at < in_features)

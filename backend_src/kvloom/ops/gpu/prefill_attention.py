@@ -157,8 +157,8 @@ def _prefill(
     tiles = tl.minimum(tiles, tl.cdiv(length, TILE))
     whole = 0
     if not WINDOWED:
-        # every query of the tile sees these as they are
-        whole = tl.minimum((before + first + 1) // TILE, tiles)
+        # every query of the tile sees these as they are; padding, whose positions are negative, sees none
+        whole = tl.maximum(tl.minimum((before + first + 1) // TILE, tiles), 0)
         for tile in tl.range(0, whole, num_stages=STAGES):
             largest, total, mixed = _add_tile(
                 query, k_cache, v_cache, table, largest, total, mixed, tile, position, length, kv_head, inner, outer,
