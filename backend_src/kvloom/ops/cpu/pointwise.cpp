@@ -6,8 +6,8 @@
 
 namespace {
 
-// Less is done before other threads have woken up: rows that are copied, elements with an exponential.
-constexpr int64_t PARALLEL_ROWS = 32, PARALLEL_GATES = 4096;
+// Less is not worth another thread: rows that are copied, elements with an exponential.
+constexpr int64_t PARALLEL_ROWS = 8, PARALLEL_GATES = 4096;
 
 template <typename U, typename O>
 void add_rms_norm(const float* residual, const U* update, const O* weight, float eps, const int64_t* rows,
