@@ -85,7 +85,7 @@ def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *
     """The engine, whose steps that give each of ``streams`` sequences a token are timed."""
     engine = assemble(settings, record=record).engine
     decodes, step = engine._runner._decodes, engine.step
-    assert decodes is not None, "the ops of a GPU take no time here"
+    assert decodes is not None, "the profile is of a CPU"
     inputs = decodes._inputs
     fill = clock.around(BATCH, inputs.fill)
 
