@@ -68,10 +68,8 @@ def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequ
     source = PromptSource.default()
     rows = []
     for count in streams:
-        clocks = []
-        for engine in (_timed_by_op, _timed):
-            clock = Clock()
-            clocks.append(clock)
+        by_op, replayed = Clock(), Clock()
+        for engine, clock in ((_timed_by_op, by_op), (_timed, replayed)):
             with ExitStack() as patches:
                 loop = Loop(partial(engine, settings, clock, count, patches))
                 for _ in range(2):  # the first time, everything is new
@@ -79,14 +77,16 @@ def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequ
                     clock.steps = 0
                     _answer(loop, source.take(count, PROMPT))
                 loop.stop()
-        rows += _rows(*clocks, count, spec, machine, settings)
+        rows += _rows(by_op, replayed, count, spec, machine, settings)
     return rows
 
 
 def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *, record: bool = True) -> Engine:
     """The engine, whose steps that give each of ``streams`` sequences a token are timed."""
     engine = assemble(settings, record=record).engine
-    inputs, step = engine._runner._decodes._inputs, engine.step
+    decodes, step = engine._runner._decodes, engine.step
+    assert decodes is not None, "the profile is of a CPU"
+    inputs = decodes._inputs
     fill = clock.around(BATCH, inputs.fill)
 
     def begin(slices: Sequence[Slice]) -> None:
