@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvloom.fetch import cache_folder
-from kvloom.ops.linear import Weight, concat_rows, pack_linear, pack_tied_linear, rows_of
+from kvloom.ops.linear import Weight, concat_rows, pack_linear, pack_rows, pack_tied_linear
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
@@ -97,7 +97,7 @@ def test_a_head_gives_the_embedding_back(form, kind, dtype):
     in_bf16 = form == "torch" and kind in ("int8", "int4", "w8a8") and dtype is torch.bfloat16
     assert (rows.double() - exact[ids]).abs().max() <= (1e-2 if in_bf16 else 1e-6) * exact.abs().max()
     if not isinstance(weight, torch.Tensor) and not in_bf16:
-        assert torch.equal(rows, rows_of(weight, ids))
+        assert torch.equal(rows, pack_rows(weight)(ids))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4", "w8a8"])
