@@ -203,7 +203,7 @@ def test_failing_step_ends_its_requests_only(model, prompts, monkeypatch):
     failing = driver.submit(prompts[0], max_tokens=4)[1]
     later = driver.submit(prompts[1], max_tokens=4)[1]
     runner = driver.engine._runner
-    monkeypatch.setattr(runner, "_decoder", None)
+    monkeypatch.setattr(runner, "run", None)
     driver.engine.step()
     monkeypatch.undo()
     assert isinstance(failing.error, Internal)
