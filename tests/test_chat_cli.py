@@ -167,7 +167,7 @@ def test_an_error_at_a_terminal_is_told_and_the_conversation_goes_on(server):
     with Terminal("--url", "127.0.0.1:1") as terminal:
         terminal.wait_for("> ")
         terminal.type("Hello\n")
-        terminal.wait_for(r"kvloom: 127\.0\.0\.1:1: .*> ")
+        terminal.wait_for(r"kvloom: no server answers at 127\.0\.0\.1:1 .*> ")
         terminal.type("/quit\n")
         assert terminal.process.wait(10) == 0
 

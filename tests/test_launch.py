@@ -179,7 +179,7 @@ def test_generate_tells_errors_in_one_line(server):
     assert re.fullmatch(r"kvloom: INVALID_ARG: temperature: .*\n", refused.stderr)
     unreachable = run("generate", "--url", "127.0.0.1:1", "hello")
     assert (unreachable.returncode, unreachable.stdout) == (1, "")
-    assert re.fullmatch(r"kvloom: 127\.0\.0\.1:1: .*\n", unreachable.stderr)
+    assert re.fullmatch(r"kvloom: no server answers at 127\.0\.0\.1:1 .*\n", unreachable.stderr)
 
 
 def test_ctrl_c_interrupts_generate(server):
