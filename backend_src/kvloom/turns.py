@@ -3,6 +3,7 @@
 import logging
 import time
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 class Seats(Protocol):
     """What turns need of the engine."""
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a prompt that can never be served."""
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served."""
 
     def refusal(self, sequence: Sequence) -> RequestError | None:
         """Why a request can't be taken just now."""
@@ -252,7 +253,7 @@ class Turns:
             raise NotFound(f"conversation {conversation.id}: lost, an earlier turn failed")
         new = self._new_tokens(conversation, turn)
         tokens = [*conversation.history[: new.keep], *new.ids]
-        self._seats.check_length(len(tokens))
+        self._seats.check_prompt(tokens)
         sequence = turn.sequence
         sequence.rerendered = len(conversation.history) - new.keep
         if sequence.rerendered:
