@@ -277,6 +277,9 @@ class Turns:
 
     def _new_tokens(self, conversation: Conversation, turn: Turn) -> Continuation:
         history = conversation.history
+        if turn.text and self._tokenizer.begins_anew_after(history[-1]):
+            ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
+            return Continuation(len(history), ids)
         if turn.messages is None or turn.start:
             return Continuation(len(history), list(turn.sequence.request.prompt_ids), turn.rendered)
         return go_on(self._tokenizer, history, conversation.chat, turn.messages, self._context_length)
