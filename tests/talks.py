@@ -49,6 +49,7 @@ class Talks(Driver):
         start: bool = False,
         end: bool = False,
         messages: list[dict[str, str]] | None = None,
+        text: str = "",
         kv: dict[str, object] | None = None,
         salt: str = "",
         deadline: float | None = None,
@@ -60,6 +61,8 @@ class Talks(Driver):
         if messages is not None and start:
             rendered = self.tokenizer.render_chat(messages)
             ids = self.tokenizer.encode_rendered(rendered)
+        if text:
+            ids = self.tokenizer.encode(text) if start else self.tokenizer.encode_after(None, text, "text_input")
         request = Request(
             id=request_id,
             prompt_ids=tuple(ids),
@@ -72,7 +75,8 @@ class Talks(Driver):
             self.engine.check(request)
         answer = Answer()
         answer.sequence = Sequence(request)
-        self.turns.submit(Turn(conversation, answer.sequence, answer.append, start, end, messages, rendered, kv))
+        later = "" if start else text
+        self.turns.submit(Turn(conversation, answer.sequence, answer.append, start, end, messages, rendered, later, kv))
         return answer
 
     def say(self, conversation: ConversationId, *args: Any, **fields: Any) -> Answer:

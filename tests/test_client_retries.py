@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,21 +11,38 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from kvloom_client import AsyncClient, Client, ConnectionFailed, Internal, RequestFailed, Unavailable, UnknownSequence
+from kvloom_client import (
+    AnswerTimeout,
+    AsyncClient,
+    Client,
+    ConnectionFailed,
+    Internal,
+    KvloomClientError,
+    RequestFailed,
+    Unavailable,
+    UnknownSequence,
+)
 
 BUSY = "UNAVAILABLE: queue full"
+NEVER = None
+"""An answer that does not come as long as its client waits."""
 
 
 class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each request with the next error text, or with the text in a list. Keeps the requests."""
+    """Answers each request with the next error text, or with the text in a list, or never. Keeps the requests."""
 
-    def __init__(self, *answers: str | list[str]):
+    def __init__(self, *answers: str | list[str] | None):
         self.answers = list(answers)
         self.requests: list[service_pb2.ModelInferRequest] = []
 
     def ModelStreamInfer(self, requests, context) -> Iterator[service_pb2.ModelStreamInferResponse]:
         self.requests.append(next(requests))
         answer = self.answers.pop(0)
+        if answer is NEVER:
+            over = threading.Event()
+            if context.add_callback(over.set):
+                over.wait(30)
+            return
         if isinstance(answer, str):
             yield service_pb2.ModelStreamInferResponse(error_message=answer)
             return
@@ -193,6 +212,32 @@ def turns_async(url: str, count: int) -> list[str]:
     return asyncio.run(ask())
 
 
+def three_turns_sync(url: str, timeout: float) -> KvloomClientError:
+    """The second turn's error."""
+    with Client(url) as client:
+        talk = client.conversation(7)
+        talk.generate(text_input="a", timeout=30)
+        with pytest.raises(KvloomClientError) as caught:
+            talk.generate(text_input="b", timeout=timeout)
+        talk.generate(text_input="c", timeout=30)
+        return caught.value
+
+
+def three_turns_async(url: str, timeout: float) -> KvloomClientError:
+    """The second turn's error."""
+
+    async def ask():
+        async with AsyncClient(url) as client:
+            talk = client.conversation(7)
+            await talk.generate(text_input="a", timeout=30)
+            with pytest.raises(KvloomClientError) as caught:
+                await talk.generate(text_input="b", timeout=timeout)
+            await talk.generate(text_input="c", timeout=30)
+            return caught.value
+
+    return asyncio.run(ask())
+
+
 both = pytest.mark.parametrize("turns", [turns_sync, turns_async], ids=["sync", "async"])
 
 
@@ -236,3 +281,54 @@ def test_it_is_opened_once(turns):
 def test_a_conversation_that_begins_is_not_opened(turns):
     with Scripted(LOST_BY_TRITON) as server, pytest.raises(UnknownSequence):
         turns(server.url, 1)
+
+
+@pytest.mark.parametrize("three_turns", [three_turns_sync, three_turns_async], ids=["sync", "async"])
+@pytest.mark.parametrize(("opening", "kind", "timeout"), [(BUSY, Unavailable, 30), (NEVER, AnswerTimeout, 0.5)])
+def test_an_opening_that_fails_says_nothing_of_the_conversation(three_turns, opening, kind, timeout):
+    with Scripted(["a"], LOST_BY_TRITON, opening, ["c"]) as server:
+        assert type(three_turns(server.url, timeout)) is kind
+        # a start would make the server forget what it may well have
+        assert place(server.requests[-1]) == (7, False, False)
+
+
+def waiting_for_the_opening(server: Scripted) -> None:
+    limit = time.monotonic() + 10
+    while len(server.requests) < 3:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_cancel_ends_the_wait_for_an_opening():
+    with Scripted(["a"], LOST_BY_TRITON, NEVER) as server, Client(server.url) as client:
+        talk = client.conversation(7)
+        talk.generate(text_input="a")
+        stream = talk.stream(text_input="b")
+        chunks = []
+        reader = threading.Thread(target=lambda: chunks.append(list(stream)), daemon=True)
+        reader.start()
+        waiting_for_the_opening(server)
+        stream.cancel()
+        reader.join(10)
+        assert chunks == [[]]
+        assert stream.cancelled
+
+
+def test_a_cancel_ends_the_wait_for_an_opening_async():
+    async def ask(server):
+        async with AsyncClient(server.url) as client:
+            talk = client.conversation(7)
+            await talk.generate(text_input="a")
+            stream = talk.stream(text_input="b")
+
+            async def read():
+                return [chunk async for chunk in stream]
+
+            reader = asyncio.create_task(read())
+            await asyncio.to_thread(waiting_for_the_opening, server)
+            stream.cancel()
+            assert await asyncio.wait_for(reader, 10) == []
+            assert stream.cancelled
+
+    with Scripted(["a"], LOST_BY_TRITON, NEVER) as server:
+        asyncio.run(ask(server))

@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.continuation import Chat, answer_text, go_on
 from kvloom.tokenizer import Tokenizer
 from some_tokenizers import sentencepiece
+from talks import Talks
+from tiny_models import make_sentencepiece_tiny
 
 LLAMA_2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -127,3 +129,22 @@ def test_a_piece_after_text_has_no_blank_of_its_own():
         assert tokenizer.decode([*ids, *piece]) == before + text
         assert tokenizer.encode_after(None, text, "text_input") == piece
     assert tokenizer.encode_after(EOS, "there", "messages") == tokenizer.encode_rendered("there")
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cut off", "ended"])
+def test_raw_text_goes_on_as_within_one_text(tmp_path, ends):
+    driver = Talks(make_sentencepiece_tiny(tmp_path))
+    _, reference = tokenizers(LLAMA_2)
+    end = {"ignore_eos": False, "logit_bias": {EOS: 100.0}} if ends else {"max_tokens": 3}
+    first = driver.say("chat", text="where is the cache", start=True, **end)
+    assert (first.ids == [EOS]) == ends
+    history = [*first.sequence.request.prompt_ids, *first.ids]
+    second = driver.say("chat", text="there it is")
+    fed = list(second.sequence.request.prompt_ids)
+    assert fed[: len(history)] == history
+    if ends:
+        assert fed == reference("where is the cache</s>there it is")["input_ids"]
+    said = reference.decode(fed[len(history) :], skip_special_tokens=False)
+    assert said == "there it is"
+    assert reference.convert_ids_to_tokens(fed[len(history)]).startswith("\N{LOWER ONE EIGHTH BLOCK}") == ends
+    driver.end_all()

@@ -35,8 +35,8 @@ class Seats(Rig):
         self._sinks: dict[Sequence, object] = {}
         self._failing = False
 
-    def check_length(self, tokens: int) -> None:
-        if tokens >= self.cache.total * BLOCK:
+    def check_prompt(self, ids: list[int]) -> None:
+        if len(ids) >= self.cache.total * BLOCK:
             raise InvalidArgument("prompt", "too long")
 
     def refusal(self, sequence):

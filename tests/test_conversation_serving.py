@@ -8,10 +8,14 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from transformers import AutoTokenizer
 
+from kvloom.launch import Server
+from kvloom.repository import ModelRepository
 from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
 from kvloom_client.request import Place, build_control
 from server import assert_idle, metrics
+from tiny_models import EOS, make_sentencepiece_tiny
 from tiny_server import GREEDY, tokens
 
 
@@ -71,6 +75,23 @@ def test_messages_and_text(client):
         assert third.usage["cached_tokens"] == sizes[1] + 4
         with pytest.raises(InvalidArgument, match="^INVALID_ARG: text_input: must not be empty"):
             talk.generate(text_input="")
+
+
+def test_text_after_an_end_token_begins_with_the_blank_of_its_tokenizer(tmp_path):
+    folder = make_sentencepiece_tiny(tmp_path)
+    settings = {"model": str(folder), "weights": "fp32", "threads": "1", "block_size": "16", "kv_blocks": "64"}
+    reference = AutoTokenizer.from_pretrained(folder)
+    whole = reference("where is the cache</s>there")["input_ids"]
+    with (
+        Server.start(ModelRepository(settings), exit_timeout_s=5) as server,
+        Client(server.grpc_url) as client,
+        client.conversation() as talk,
+    ):
+        end = talk.generate(text_input="where is the cache", logit_bias={EOS: 100.0}, temperature=0.0, timeout=60)
+        assert end.token_ids == (EOS,)
+        answer = talk.generate(text_input="there", max_tokens=8, **GREEDY, timeout=60)
+        assert answer.num_input_tokens == len(whole)
+        assert answer.token_ids == fresh(client, whole)
 
 
 def test_the_last_turn_ends_it(served, client):

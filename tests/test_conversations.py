@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from transformers import AutoTokenizer
 
 from engine_driver import Driver
 from kvloom.errors import Cancelled, InvalidArgument, NotFound, Unavailable
@@ -334,3 +335,22 @@ def test_control(model):
         with pytest.raises(NotFound, match="^NOT_FOUND: conversation 7: unknown$"):
             op(7)
     driver.assert_idle()
+
+
+def test_a_follow_up_with_a_token_that_the_model_lacks_is_refused(tmp_path):
+    folder = make_tiny(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["[added]"])
+    # as some fine-tuned models are published: the embedding has no row for it
+    tokenizer.save_pretrained(folder)
+    driver = talks(folder)
+    first = driver.say("chat", messages=[{"role": "user", "content": "the cache"}], start=True)
+    before = driver.turns.status("chat").tokens
+    refused = driver.say("chat", messages=[{"role": "user", "content": "the [added]"}], repetition_penalty=1.5)
+    assert isinstance(refused.error, InvalidArgument)
+    assert str(refused.error) == f"INVALID_ARG: prompt: token {rows} has no embedding; ids are 0 to {rows - 1}"
+    assert driver.turns.status("chat").tokens == before
+    after = driver.say("chat", messages=[{"role": "user", "content": "the"}])
+    assert list(after.sequence.request.prompt_ids[:before]) == [*first.sequence.request.prompt_ids, *first.ids]
+    driver.end_all()

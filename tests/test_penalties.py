@@ -279,6 +279,9 @@ def test_ids_outside_the_vocabulary_do_nothing():
     )
     plain = sequence()
     assert choose(logits, [odd, plain]) == choose(logits, [plain, plain])
+    # of the first row, a place in the second one; of the second row, one behind the scores
+    penalized = sequence(prompt=(VOCAB + int(logits[1].argmax()),), repetition_penalty=10.0)
+    assert choose(logits, [penalized, plain]) == choose(logits, [plain, penalized]) == choose(logits, [plain, plain])
 
 
 def test_repeated_places_are_penalized_once():

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from some_tokenizers import sentencepiece
+
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 1), (14, 2)]
 """(n_heads, n_kv_heads) worth testing: MHA, GQA, the default model's, MQA, a ratio that is no power of two."""
 
@@ -87,6 +89,15 @@ def make_tiny(
             else:
                 weight.copy_(noise * (1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5))
     model.to(dtype).save_pretrained(folder, max_shard_size="50KB" if sharded else "1GB")
+    return folder
+
+
+def make_sentencepiece_tiny(folder: Path, **config: Any) -> Path:
+    """As ``make_tiny``, but with a tokenizer of SentencePiece's kind and without a chat template."""
+    tokenizer = sentencepiece()
+    make_tiny(folder, vocab_size=tokenizer.get_vocab_size(), **config)
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     return folder
 
 

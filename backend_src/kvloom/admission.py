@@ -1,5 +1,6 @@
 """What the engine takes: what is refused for ever, and what just now."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvloom.errors import InvalidArgument, Unavailable
@@ -51,26 +52,21 @@ class Admission:
         """Refuse what can never be served. Reads nothing that changes, so any thread may ask.
 
         Raises:
-            InvalidArgument: the prompt does not fit the context or the pool, or has a token that the model lacks.
+            InvalidArgument: of the prompt, see ``check_prompt``; or so much is never retained.
         """
-        count = len(request.prompt_ids)
-        if count == 0:
-            raise InvalidArgument("prompt", "is empty; send at least one token")
-        self.check_length(count)
-        largest = max(request.prompt_ids)
-        if largest >= self._limits.vocab_size:
-            raise InvalidArgument(
-                "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
-            )
+        self.check_prompt(request.prompt_ids)
         if request.retain_s:
-            self._check_retained(count)
+            self._check_retained(len(request.prompt_ids))
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a prompt, with the conversation before it, that is too long for ever.
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served.
 
         Raises:
-            InvalidArgument: it does not fit the context or the pool.
+            InvalidArgument: it is empty, does not fit the context or the pool, or has a token that the model lacks.
         """
+        tokens = len(ids)
+        if tokens == 0:
+            raise InvalidArgument("prompt", "is empty; send at least one token")
         context, capacity = self._limits.context_length, self._cache.total * self._cache.block_size
         if tokens > context - 1:
             raise InvalidArgument(
@@ -78,6 +74,12 @@ class Admission:
             )
         if tokens > capacity:
             raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
+        # a tokenizer may have more tokens than the model's embedding has rows
+        largest = max(ids)
+        if largest >= self._limits.vocab_size:
+            raise InvalidArgument(
+                "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
+            )
 
     def refusal(self, sequence: Sequence, also_waiting: int) -> Unavailable | None:
         """Why a request can't be taken just now; ``also_waiting`` wait outside of the scheduler."""

@@ -20,7 +20,7 @@ class ScoreChanges:
     Args:
         params: of the request.
         prompt: its token ids.
-        vocab: how many scores there are; ids from there on change nothing.
+        vocab: how many scores there are; ids from there on, in ``params``, the prompt or bans, change nothing.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab: int):
@@ -29,7 +29,8 @@ class ScoreChanges:
         self._counting = bool(params.presence_penalty or params.frequency_penalty)
         self._following = self._counting or params.repetition_penalty != 1
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
-        seen = dict.fromkeys(prompt) if params.repetition_penalty != 1 else {}
+        repeated = dict.fromkeys(prompt) if params.repetition_penalty != 1 else {}
+        seen = {token: None for token in repeated if token < vocab}
         self._entries = {token: entry for entry, token in enumerate(bias | seen)}
         self._known = len(prompt)
         self.size = len(self._entries)
@@ -38,8 +39,8 @@ class ScoreChanges:
         self._counts = np.zeros(self.size, np.int64)
         self._values[_BIAS, : len(bias)] = list(bias.values())
         if seen:
-            repeated = np.fromiter((token in seen for token in self._entries), np.bool_, self.size)
-            self._values[_REPETITION, repeated] = params.repetition_penalty
+            penalized = np.fromiter((token in seen for token in self._entries), np.bool_, self.size)
+            self._values[_REPETITION, penalized] = params.repetition_penalty
 
     @property
     def tokens(self) -> np.ndarray:

@@ -35,6 +35,8 @@ class Turn:
         end: nothing follows it.
         messages: the new messages, where the prompt is of that kind.
         rendered: for a start with messages: what the template made of them.
+        text: for a later turn of raw text: that text. The prompt is what it is after ordinary text, which need not be
+            how the turn before it ends.
         kv: what it asks of the cache; None where it leaves that to the conversation's first turn.
         answered: it ended before its turn came.
     """
@@ -46,6 +48,7 @@ class Turn:
     end: bool = False
     messages: "list[Message] | None" = None
     rendered: str = ""
+    text: str = ""
     kv: dict[str, object] | None = None
     answered: bool = False
 

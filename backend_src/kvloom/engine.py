@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvloom.admission import Admission, Limits
@@ -104,9 +104,9 @@ class Engine:
         """Refuse what can never be served; as ``Admission.check``."""
         self._admission.check(request)
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a prompt, with the conversation before it, that is too long for ever; as there."""
-        self._admission.check_length(tokens)
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served; as there."""
+        self._admission.check_prompt(ids)
 
     def refusal(self, sequence: Sequence) -> Unavailable | None:
         """Why a request can't be taken just now."""

@@ -166,10 +166,14 @@ class Tokenizer:
             InvalidArgument: the text is too long, or holds half of a surrogate pair.
         """
         plain = self._encode(text, field, most)
-        if not self._puts_blank_first or before in self._added:
+        if not self._puts_blank_first or self.begins_anew_after(before):
             return plain
         pieces = (self._after_anchor(text, anchor) for anchor in _ANCHORS)
         return next((ids for ids in pieces if ids is not None), plain)
+
+    def begins_anew_after(self, before: int | None) -> bool:
+        """Whether ``encode_after`` this token gives other ids than after ordinary text: those that begin a text."""
+        return self._puts_blank_first and before in self._added
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""

@@ -3,6 +3,7 @@
 import logging
 import time
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 class Seats(Protocol):
     """What turns need of the engine."""
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a prompt that can never be served."""
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served."""
 
     def refusal(self, sequence: Sequence) -> RequestError | None:
         """Why a request can't be taken just now."""
@@ -252,7 +253,7 @@ class Turns:
             raise NotFound(f"conversation {conversation.id}: lost, an earlier turn failed")
         new = self._new_tokens(conversation, turn)
         tokens = [*conversation.history[: new.keep], *new.ids]
-        self._seats.check_length(len(tokens))
+        self._seats.check_prompt(tokens)
         sequence = turn.sequence
         sequence.rerendered = len(conversation.history) - new.keep
         if sequence.rerendered:
@@ -276,6 +277,9 @@ class Turns:
 
     def _new_tokens(self, conversation: Conversation, turn: Turn) -> Continuation:
         history = conversation.history
+        if turn.text and self._tokenizer.begins_anew_after(history[-1]):
+            ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
+            return Continuation(len(history), ids)
         if turn.messages is None or turn.start:
             return Continuation(len(history), list(turn.sequence.request.prompt_ids), turn.rendered)
         return go_on(self._tokenizer, history, conversation.chat, turn.messages, self._context_length)

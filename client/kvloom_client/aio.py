@@ -1,7 +1,7 @@
 """The gRPC client for asyncio programs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2_grpc
 from kvloom_client import wire
 from kvloom_client.answer import Answer, Chunk, join, read_control
 from kvloom_client.conversation import AsyncConversation
-from kvloom_client.errors import IncompleteAnswer, KvloomClientError, RequestFailed
+from kvloom_client.errors import IncompleteAnswer, KvloomClientError, NotFound, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
 from kvloom_client.retry import Backoff
 
@@ -34,7 +34,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
-        mend: Callable[[KvloomClientError, float | None], Awaitable[bool]] | None = None,
+        mend: Callable[[KvloomClientError, float | None], "AsyncStream | None"] | None = None,
     ):
         """Start the first try; the arguments are those of ``Stream``."""
         self.request_id = request_id
@@ -42,6 +42,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._begin = call
         self._failed = failed or (lambda error: None)
         self._mend = mend
+        self._mending: AsyncStream | None = None
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = False
@@ -91,6 +92,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         if not self._ended:
             self._cancelled = True
             self._call.cancel()
+            if self._mending is not None:
+                self._mending.cancel()
 
     @property
     def cancelled(self) -> bool:
@@ -110,16 +113,30 @@ class AsyncStream(AsyncIterator[Chunk]):
         pause = self._backoff.pause_after(error)
         if pause is not None:
             await asyncio.sleep(pause)
-        else:
-            mend, self._mend = self._mend, None
-            if mend is None or not await mend(error, self._backoff.time_left):
-                self._ended = True
-                return False
+        elif not await self._mended(error):
+            self._ended = True
+            return False
         if self._cancelled:
             self._ended = True
         else:
             self._call = self._begin(self._backoff.time_left)
             self._messages = self._call.__aiter__()
+        return True
+
+    async def _mended(self, error: KvloomClientError) -> bool:
+        """As ``Stream._mended``."""
+        mend, self._mend = self._mend, None
+        self._mending = mend(error, self._backoff.time_left) if mend is not None else None
+        if self._mending is None:
+            return False
+        try:
+            [_ async for _ in self._mending]
+        except NotFound:
+            return False
+        except KvloomClientError as failure:
+            self._ended = True
+            self._failed(failure)
+            raise
         return True
 
     async def _drain(self) -> None:
@@ -199,7 +216,7 @@ class AsyncClient:
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
-        mend: Callable[[KvloomClientError, float | None], Awaitable[bool]] | None = None,
+        mend: Callable[[KvloomClientError, float | None], AsyncStream | None] | None = None,
     ) -> AsyncStream:
         message = wire.encode_request(request)
 

@@ -102,7 +102,7 @@ class Client:
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
-        mend: Callable[[KvloomClientError, float | None], bool] | None = None,
+        mend: Callable[[KvloomClientError, float | None], Stream | None] | None = None,
     ) -> Stream:
         message = wire.encode_request(request)
 

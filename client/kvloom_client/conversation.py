@@ -141,16 +141,12 @@ class Conversation(_Turns):
             made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
         )
 
-    def _reopen(self, error: KvloomClientError, timeout: float | None) -> bool:
-        """Where only Triton has lost it, as a server that was just started anew may have, let it know it again."""
-        if not isinstance(error, UnknownSequence):
-            return False
-        try:
-            with self._client._send(self._opening(), timeout, 0) as stream:
-                list(stream)
-        except KvloomClientError:
-            return False  # the turn's own error says it
-        return True
+    def _reopen(self, error: KvloomClientError, timeout: float | None) -> "Stream | None":
+        """Where only Triton may have lost it, as a server that was just started anew has: what lets it know it again.
+
+        That fails as NOT_FOUND where the engine has lost it too.
+        """
+        return self._client._send(self._opening(), timeout, 0) if isinstance(error, UnknownSequence) else None
 
 
 class AsyncConversation(_Turns):
@@ -216,13 +212,6 @@ class AsyncConversation(_Turns):
             made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
         )
 
-    async def _reopen(self, error: KvloomClientError, timeout: float | None) -> bool:
+    def _reopen(self, error: KvloomClientError, timeout: float | None) -> "AsyncStream | None":
         """As ``Conversation._reopen``."""
-        if not isinstance(error, UnknownSequence):
-            return False
-        try:
-            async with self._client._send(self._opening(), timeout, 0) as stream:
-                [_ async for _ in stream]
-        except KvloomClientError:
-            return False  # the turn's own error says it
-        return True
+        return self._client._send(self._opening(), timeout, 0) if isinstance(error, UnknownSequence) else None

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Protocol
 
 from kvloom_client.answer import Chunk, Reply
-from kvloom_client.errors import IncompleteAnswer, KvloomClientError, TransportError
+from kvloom_client.errors import IncompleteAnswer, KvloomClientError, NotFound, TransportError
 from kvloom_client.retry import Backoff
 
 
@@ -39,7 +39,7 @@ class Stream(Iterator[Chunk]):
         timeout: float | None,
         retries: int,
         failed: Callable[[KvloomClientError], None] | None = None,
-        mend: Callable[[KvloomClientError, float | None], bool] | None = None,
+        mend: Callable[[KvloomClientError, float | None], "Stream | None"] | None = None,
     ):
         """Start the first try.
 
@@ -50,14 +50,16 @@ class Stream(Iterator[Chunk]):
             timeout: seconds for all tries.
             retries: how many more tries there may be.
             failed: told of the error that the iteration raises.
-            mend: asked once of an error that is not retried, with the seconds left: True, when it has seen to it that
-                another try may succeed. Before anything of the answer has arrived only.
+            mend: asked once of an error that is not retried, with the seconds left, before anything of the answer has
+                arrived: what has to come to its end before another try, None for no other try. Where it fails as
+                NotFound the error stands, any other failure of it takes the error's place.
         """
         self.request_id = request_id
         self._url = url
         self._begin = call
         self._failed = failed or (lambda error: None)
         self._mend = mend
+        self._mending: Stream | None = None
         self._backoff = Backoff(retries, timeout)
         self._ended = False
         self._cancelled = threading.Event()
@@ -94,6 +96,8 @@ class Stream(Iterator[Chunk]):
         if not self._ended:
             self._cancelled.set()
             self._call.cancel()
+            if self._mending is not None:
+                self._mending.cancel()
 
     @property
     def ended(self) -> bool:
@@ -117,8 +121,7 @@ class Stream(Iterator[Chunk]):
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
         if pause is None:
-            mend, self._mend = self._mend, None
-            if mend is None or not mend(error, self._backoff.time_left):
+            if not self._mended(error):
                 self._ended = True
                 return False
             pause = 0.0
@@ -128,4 +131,22 @@ class Stream(Iterator[Chunk]):
         self._call = self._begin(self._backoff.time_left)
         if self._cancelled.is_set():  # it may have hit the call before
             self._call.cancel()
+        return True
+
+    def _mended(self, error: KvloomClientError) -> bool:
+        """Whether another try may succeed where this error is not retried. Raises what has kept it from finding out."""
+        mend, self._mend = self._mend, None
+        self._mending = mend(error, self._backoff.time_left) if mend is not None else None
+        if self._mending is None:
+            return False
+        if self._cancelled.is_set():  # it may have seen none
+            self._mending.cancel()
+        try:
+            list(self._mending)
+        except NotFound:
+            return False
+        except KvloomClientError as failure:
+            self._ended = True
+            self._failed(failure)
+            raise
         return True

@@ -100,7 +100,9 @@ class LlmModel:
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
-        self._loop.take_turn(Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.kv))
+        self._loop.take_turn(
+            Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.text, call.kv)
+        )
         self._watcher.watch(sender, lambda: self._loop.cancel(sequence))
 
 

@@ -29,6 +29,8 @@ class Call:
         request: what the engine shall do; without a prompt, where that depends on the conversation.
         messages: the new messages, where the prompt is of that kind.
         rendered: for a start with messages: what the chat template made of them.
+        text: for a later turn of raw text: that text, whose tokens depend on how the turn before it ends. Those of the
+            request's prompt follow ordinary text.
         kv: what it asks of the cache; None where a turn leaves that to the conversation's first one.
         interval_s: least time between responses; infinite for an answer that is sent whole.
         echo: what the answer begins with.
@@ -38,6 +40,7 @@ class Call:
     request: Request
     messages: list[Message] | None
     rendered: str
+    text: str
     kv: dict[str, object] | None
     interval_s: float
     echo: str
@@ -91,6 +94,7 @@ def decode(request: Any, kind: str, start: bool, inputs: Inputs, tokenizer: Toke
         ),
         messages=messages,
         rendered=rendered,
+        text=one(inputs, "text_input") if kind == "text_input" and not start else "",
         kv=kv.model_dump() if start or "kv" in inputs else None,
         interval_s=options.stream_interval_ms / 1e3 if stream else float("inf"),
         echo=one(inputs, "text_input") if echoes else "",
