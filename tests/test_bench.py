@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -169,6 +170,22 @@ def test_short_cases_are_repeated_with_other_prompts():
     for case in cases(FULL):
         (group,) = [group for group in groups if group.name == case.group]
         assert figure(case, FULL, {run.name: [run.new] for run in group.runs}) is not None
+
+
+@pytest.mark.parametrize("rates", [(13e9, 26e9), (26e9, 13e9)])
+def test_floors_of_a_profile_are_of_the_best_probe_around_it(tmp_path, monkeypatch, capsys, rates):
+    measured = Mock(side_effect=[replace(MACHINE, bytes_per_s=rate) for rate in rates])
+    monkeypatch.setattr(benchmark, "Probe", lambda: nullcontext(Mock(measure=measured)))
+    clock = profile_step.Clock(steps=1)
+    clock.seconds.update(dict.fromkeys((STEP, profile_step.MODEL, "batch tensors", "sampling", "down"), 0.002))
+    monkeypatch.setattr(profile_step, "profile", lambda *_: [profile_step.Profile(1, clock, clock)])
+    benchmark.profile(weights="bf16", streams="1", name="profile", folder=tmp_path)
+    made = json.loads((tmp_path / "profile.json").read_text())
+    assert made["meta"]["floors"]["bytes_per_s"] == 26e9 and len(made["meta"]["unsteady"]) == 1
+    (whole,) = [row["floor_ms"] for row in made["rows"] if row["op"] == STEP]
+    assert whole == pytest.approx(1000 * (134_479_872 * 2 + 160 * 22.5 * 1024) / 26e9, rel=1e-3)
+    # what took 2 ms is marked where it is faster than its floor
+    assert "10.49, faster" in capsys.readouterr().out
 
 
 def test_a_machine_that_changed_meanwhile_is_told():
