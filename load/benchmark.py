@@ -18,14 +18,15 @@ from rich.console import Console
 
 from bench import probe, profile_step, results, setup_peers, tables
 from bench.cases import FULL, QUICK
+from bench.code import code_version
 from bench.compare import comparisons
 from bench.measure import Measurement, MemoryShortError
 from bench.plot import draw
 from bench.probe import Probe
 from bench.prompts import PromptSource
-from bench.readme import filled
-from bench.record import Record
-from bench.variants import IN_PROCESS, Variant, variants
+from bench.readme import ResultsError, filled
+from bench.record import Record, RecordError
+from bench.variants import IN_PROCESS, Variant, about, variants
 from kvloom.config import Settings
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
@@ -65,13 +66,19 @@ def run(
     scale = QUICK if quick else FULL
     chosen = _chosen(only)
     spec = GgufFile(default_model()).spec
-    conditions = {"scale": asdict(scale), "rounds": rounds, "cpu": cpu()}
-    record = Record(REPORTS / f"{name}.samples.jsonl", conditions, resume)
-    begin = datetime.now(UTC)
+    conditions = {
+        "scale": asdict(scale),
+        "rounds": rounds,
+        "cpu": cpu(),
+        "code": code_version(),
+        # all of them: others may be chosen when it goes on
+        "variants": list(map(about, variants())),
+    }
     progress = Console(stderr=True)
     try:
+        record = Record(REPORTS / f"{name}.samples.jsonl", conditions, resume)
         Measurement(scale, rounds, record, PromptSource.default(), progress, memory).run(chosen)
-    except MemoryShortError as error:
+    except (MemoryShortError, RecordError) as error:
         progress.print(str(error), markup=False)
         raise typer.Exit(1) from None
     machines = results.machines(record)
@@ -80,22 +87,23 @@ def run(
         rows += results.rows(chosen, record, scale, rounds, spec)
         rows += results.floor_rows(chosen, scale, probe.median(machines), spec)
     meta: dict[str, Any] = {
-        "date": begin.isoformat(timespec="seconds"),
-        "minutes": round((datetime.now(UTC) - begin).total_seconds() / 60, 1),
+        "date": record.begun,
+        "minutes": round(record.minutes(), 1),
+        "code": conditions["code"],
         "cpu": cpu(),
         "rounds": rounds,
         "scale": asdict(scale),
         "model": default_model().name,
-        "probes": len(machines),
-        "machine": probe.spread(machines),
+        "probes": len(record.probes),
+        "machine": probe.spread(record.probes) if machines else {},
         "seconds": results.seconds(chosen, record),
-        "variants": [_about(variant) for variant in chosen],
+        "variants": list(map(about, chosen)),
         "versions": record.versions,
     }
     compared = comparisons(rows)
     _write(folder, name, meta, rows, compared)
     tables.show(rows, compared, tables.console())
-    tables.warn(probe.unsteady(machines), tables.console())
+    tables.warn(probe.unsteady(record.probes) if machines else [], tables.console())
     print(f"results: {folder / name}.json, .md, .svg")
 
 
@@ -105,7 +113,11 @@ def readme(
 ) -> None:
     """Put the main figures into the README."""
     text = README.read_text()
-    README.write_text(filled(text, folder))
+    try:
+        README.write_text(filled(text, folder))
+    except ResultsError as error:
+        Console(stderr=True).print(str(error), markup=False)
+        raise typer.Exit(1) from None
     print("README.md: " + ("the same as before" if README.read_text() == text else "filled anew"))
 
 
@@ -135,9 +147,11 @@ def profile(
     with Probe() as process:
         before = process.measure(PROFILE_REPEATS)
     settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
-    rows = profile_step.profile(settings, spec, before, [int(count) for count in streams.split(",")])
+    profiles = profile_step.profile(settings, [int(count) for count in streams.split(",")])
     with Probe() as process:
         after = process.measure(PROFILE_REPEATS)
+    machine = probe.best([before, after])
+    rows = profile_step.rows(profiles, spec, machine, settings)
     meta: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu(),
@@ -145,7 +159,8 @@ def profile(
         "weights": weights,
         "prompt_tokens": profile_step.PROMPT,
         "new_tokens": profile_step.NEW,
-        "floors": asdict(before),
+        "code": code_version(),
+        "floors": asdict(machine),
         "unsteady": probe.unsteady([before, after]),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,12 +181,6 @@ def _chosen(names: list[str] | None) -> list[Variant]:
             raise typer.BadParameter(f"--only {name}: there are {', '.join(v.name for v in everything)}")
         found |= {one for one in begin_so if one.lower() == name.lower()} or begin_so
     return [variant for variant in everything if variant.name in found]
-
-
-def _about(variant: Variant) -> dict[str, Any]:
-    # without paths of this machine
-    options = {key: value for key, value in variant.options.items() if key != "binary"}
-    return {"name": variant.name, "precision": variant.precision, "model": variant.model.name, "options": options}
 
 
 def _write(

@@ -5,26 +5,34 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 
-from bench import measure, setup_peers, tables
+import benchmark
+from bench import measure, probe, profile_step, setup_peers, tables
 from bench.cases import FULL, QUICK, Case, cases, figure, rounds
-from bench.compare import BEST, DEFAULT_FILE, DOOR, MORE, PEERS, comparisons
+from bench.code import code_version
+from bench.compare import BEST, DEFAULT_FILE, DOOR, MORE, PEERS, SERVED, comparisons
 from bench.drivers import Driver, EngineFailed
 from bench.floors import Floors, Machine
 from bench.measure import Measurement, MemoryShortError
 from bench.peers import Environment
 from bench.probe import Probe, unsteady
+from bench.profile_step import REPLAYED, STEP
 from bench.prompts import BEGINNING, PromptSource
-from bench.readme import END, filled
+from bench.readme import BEGIN, END, ResultsError, filled
 from bench.record import Record, RecordError
-from bench.results import rows
-from bench.variants import ALONE, DOORS, Variant, together, variants
+from bench.results import machines, rows
+from bench.variants import ALONE, DOORS, Variant, about, together, variants
+from kvloom.config import Settings
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 
@@ -66,10 +74,13 @@ def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
         # the same weights and prompts through every door, and weights of 256 MiB in memory
         assert value[engine, "same_first_token", None] == 1.0
         assert 400 < value[engine, "peak_rss", None] < 3000
-    # one engine at a time fits, and the machine is measured before each group of its cases
+    # one engine at a time fits, and the machine is measured beside each group of its cases
     probes = [line for line in samples if "machine" in line]
     assert {tuple(line["engines"]) for line in probes} == {("kvloom bf16 in-process",), ("kvloom bf16 gRPC",)}
-    assert meta["probes"] == len(probes) == 2 * len(next(rounds(QUICK, 1, PromptSource(range(10_000)))))
+    groups = len(next(rounds(QUICK, 1, PromptSource(range(10_000)))))
+    # before the first group of each engine and after every one
+    assert len(probes) == 2 * groups and meta["probes"] == 2 * (groups + 1)
+    assert meta["code"] == samples[0]["code"] and meta["date"] == samples[1]["begun"] and meta["minutes"] > 0
     assert all(0 < least <= middle <= most for least, middle, most in meta["machine"].values())
     through = {
         row["size"]: row["ratio"] for row in report["compared"] if row["what"] == DOOR and row["case"] == "total"
@@ -161,6 +172,22 @@ def test_short_cases_are_repeated_with_other_prompts():
         assert figure(case, FULL, {run.name: [run.new] for run in group.runs}) is not None
 
 
+@pytest.mark.parametrize("rates", [(13e9, 26e9), (26e9, 13e9)])
+def test_floors_of_a_profile_are_of_the_best_probe_around_it(tmp_path, monkeypatch, capsys, rates):
+    measured = Mock(side_effect=[replace(MACHINE, bytes_per_s=rate) for rate in rates])
+    monkeypatch.setattr(benchmark, "Probe", lambda: nullcontext(Mock(measure=measured)))
+    clock = profile_step.Clock(steps=1)
+    clock.seconds.update(dict.fromkeys((STEP, profile_step.MODEL, "batch tensors", "sampling", "down"), 0.002))
+    monkeypatch.setattr(profile_step, "profile", lambda *_: [profile_step.Profile(1, clock, clock)])
+    benchmark.profile(weights="bf16", streams="1", name="profile", folder=tmp_path)
+    made = json.loads((tmp_path / "profile.json").read_text())
+    assert made["meta"]["floors"]["bytes_per_s"] == 26e9 and len(made["meta"]["unsteady"]) == 1
+    (whole,) = [row["floor_ms"] for row in made["rows"] if row["op"] == STEP]
+    assert whole == pytest.approx(1000 * (134_479_872 * 2 + 160 * 22.5 * 1024) / 26e9, rel=1e-3)
+    # what took 2 ms is marked where it is faster than its floor
+    assert "10.49, faster" in capsys.readouterr().out
+
+
 def test_a_machine_that_changed_meanwhile_is_told():
     assert unsteady([MACHINE, replace(MACHINE, bytes_per_s=25e9)]) == []
     (busy,) = unsteady([MACHINE, replace(MACHINE, bytes_per_s=12e9)])
@@ -207,9 +234,9 @@ def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
 def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):
     record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
     whole, cut = variants()[0], next(variant for variant in variants() if variant.skips and variant.most_streams < 64)
-    machines = [MACHINE, replace(MACHINE, operations={**MACHINE.operations, "bf16": 230e9}), MACHINE]
+    rates = [MACHINE, replace(MACHINE, operations={**MACHINE.operations, "bf16": 230e9}), MACHINE]
     for number, seconds in enumerate((3.0, 1.0, 2.0)):
-        record.machine([whole.name], number, "batch/32", machines[number])
+        record.machine([whole.name], number, "batch/32", [rates[number]])
         record.run(whole.name, number, "all/32", seconds, [5] * 32)
         record.run(cut.name, number, "all/8", 2 * seconds, [5] * 4 + [6] * 4)
         record.run(whole.name, number, "all/8", seconds, [5] * 8)
@@ -218,12 +245,34 @@ def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):
     row = by[whole.name, "total", 32]
     assert row["value"] == 32 * 64 / 2.0 and row["rounds"] == [pytest.approx(2048 / s, abs=0.05) for s in (3, 1, 2)]
     # shares are of the floors of their rounds: the second was on half a machine, and is the best by far
-    floors = [Floors(machine, spec, "bf16").of(Case("total", 32), FULL) for machine in machines]
+    floors = [Floors(machine, spec, "bf16").of(Case("total", 32), FULL) for machine in rates]
     shares = [2048 / s / floor for s, floor in zip((3, 1, 2), floors, strict=True)]
     assert row["of_floor"] == pytest.approx(sorted(shares)[1], abs=1e-3)
     assert by[cut.name, "same_first_token", None]["value"] == 0.5
     assert "skipped" in by[cut.name, "total", 64] and "skipped" in by[cut.name, "shared", 32]
     assert tables.cells(made)[cut.name]["total", 64] == "-"
+
+
+def test_a_median_of_fewer_rounds_says_so(tmp_path, spec):
+    record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
+    for number, seconds in ((0, 3.0), (2, 1.0)):
+        record.run(ALONE, number, "all/32", seconds, [5] * 32)
+    record.machine([ALONE], 0, "batch/32", [MACHINE])
+    made = rows(variants()[:1], record, FULL, 3, spec)
+    assert tables.cells(made)[ALONE]["total", 32].startswith("1,365 [2 of 3 rounds] (")
+
+
+def test_a_machine_counts_once_for_all_engines_that_were_there(tmp_path):
+    slower = replace(MACHINE, bytes_per_s=20e9)
+    record = Record(tmp_path / "samples", {}, resume=False)
+    record.machine(["a", "b"], 0, "batch/1", [slower, MACHINE])
+    assert len(machines(record)) == 1 and machines(record) == [MACHINE]
+    # what is between two groups is one probe, and all of them are kept
+    record.machine(["a", "b"], 0, "batch/8", [MACHINE, replace(MACHINE, bytes_per_s=21e9)])
+    again = Record(tmp_path / "samples", {}, resume=True)
+    assert len(machines(again)) == 2
+    assert [machine.bytes_per_s for machine in again.probes] == [20e9, 26e9, 21e9]
+    assert probe.spread(again.probes)["memory"] == [20.0, 21.0, 26.0]
 
 
 def _row(engine, value, precision="bf16", case="total", size=32, unit="tokens/s", spread=()):
@@ -265,15 +314,94 @@ def test_engines_are_compared_with_the_best_of_the_others():
     assert found[PEERS, "ttft_warm", 2000, ALONE, "peer bf16"]["ratio"] == 1.5
     assert found[MORE, "total", 64, ALONE, ALONE]["ratio"] == 1.1
     assert not any("floor" in row["against"] for row in made_of)
+    assert found[SERVED, "total", 32, "kvloom bf16 gRPC", "peer bf16"]["ratio"] == 1.062
     titles = [table.title for table in tables.comparison_tables(made_of)]
-    assert len(titles) == len(set(titles)) == 6
+    assert len(titles) == len(set(titles)) == 7
+
+
+def test_peak_memory_is_compared_with_peers_that_have_no_more_for_keys_and_values():
+    memory = {"size": None, "unit": "MiB"}
+    made = [
+        _row(name, value, case=case, **memory)
+        for case, values in {"peak_rss": (1500, 3000, 1400, 2000), "kv_memory": (1024, 2970, None, 1024)}.items()
+        for name, value in zip((ALONE, "llama.cpp bf16", "transformers bf16", "vLLM bf16"), values, strict=True)
+        if value is not None
+    ]
+    compared = [row for row in comparisons(made) if row["what"] == PEERS and not row.get("best")]
+    assert {row["against"]: row["kv_mib"] for row in compared} == {
+        "transformers bf16": [1024, None],
+        "vLLM bf16": [1024, 1024],
+    }
+    (best,) = [table for table in tables.comparison_tables(comparisons(made)) if "best peer with bf16" in table.title]
+    assert best.lines[0][1:3] == [
+        f"{ALONE} (keys and values: 1,024 MiB)",
+        "transformers bf16 (keys and values: as much as they take)",
+    ]
 
 
 def test_the_readme_has_the_figures_of_the_results():
     root = SCRIPT.parents[1]
     text = (root / "README.md").read_text()
-    assert filled(text, root / "load" / "results") == text, "call load/benchmark.py readme"
+    try:
+        new = filled(text, root / "load" / "results")
+    except ResultsError as error:
+        pytest.skip(str(error))
+    assert new == text, "call load/benchmark.py readme"
     assert filled(text.replace(END, "old\n" + END), root / "load" / "results") == text
+
+
+def _results(folder, **changes):
+    """Results as short as the README takes them."""
+    meta = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "cpu": "some CPU",
+        "rounds": 3,
+        "scale": {"prompt": 128, "new": 64},
+        "machine": {"memory": [20, 25, 30], "bf16": [400, 420, 450]},
+        "variants": list(map(about, variants())),
+    }
+    bench = {"meta": {**meta, **changes}, "rows": [_row(ALONE, 400.0, spread=(400, None, 300))], "compared": []}
+    steps = {STEP: (9.0, 10.0), "down": (2.0, 3.0), "add_rms_norm": (1.0, None), REPLAYED: (12.0, 10.0)}
+    profile = [{"streams": 1, "op": op, "ms": ms, "floor_ms": floor} for op, (ms, floor) in steps.items()]
+    for name, made in {"bench": bench, "profile": {"meta": {}, "rows": profile}}.items():
+        (folder / f"{name}.json").write_text(json.dumps(made))
+    return folder
+
+
+def test_the_readme_shows_the_step_that_is_served(tmp_path):
+    text = filled(BEGIN + END, _results(tmp_path))
+    (step,) = [line for line in text.splitlines() if line.startswith("- 1 stream")]
+    assert step == "- 1 stream: 12.0 ms (floor 10.0); down 2.0 ms (floor 3.0, faster), add_rms_norm 1.0 ms"
+    assert f"| {ALONE} | 400 [2 of 3 rounds] |" in text
+
+
+def test_the_readme_refuses_results_of_other_engines_or_of_few_rounds(tmp_path):
+    with pytest.raises(ResultsError, match="of 2 rounds, the README wants 3"):
+        filled(BEGIN + END, _results(tmp_path, rounds=2))
+    today = list(map(about, variants()))
+    for others in (today[1:], [{**today[0], "options": {}}, *today[1:]], [*today, {**today[0], "name": ALONE + "!"}]):
+        with pytest.raises(ResultsError, match=rf"other engines or settings than today \({ALONE}"):
+            filled(BEGIN + END, _results(tmp_path, variants=others))
+    rows_of_profile = json.loads((_results(tmp_path) / "profile.json").read_text())["rows"]
+    (tmp_path / "profile.json").write_text(json.dumps({"rows": rows_of_profile[:-1]}))
+    with pytest.raises(ResultsError, match=f"no '{REPLAYED}'"):
+        filled(BEGIN + END, tmp_path)
+
+
+def test_a_step_is_profiled(monkeypatch, spec):
+    monkeypatch.setattr(profile_step, "PROMPT", 16)
+    monkeypatch.setattr(profile_step, "NEW", 6)
+    settings = Settings.parse({"device": "cpu", "weights": "bf16", "kv_memory": "64MiB", "threads": "1"})
+    profiles = profile_step.profile(settings, [2])
+    # all steps but those of the prompts, each time that the prompts are answered
+    assert [(one.by_op.steps, one.replayed.steps) for one in profiles] == [(5, 5)]
+    made = {row["op"]: row for row in profile_step.rows(profiles, spec, MACHINE, settings)}
+    named = {"qkv", "attention_out", "gate_up", "down", "head", *profile_step.OPS, "sampling", "batch tensors"}
+    assert made.keys() == named | {profile_step.MODEL_REST, profile_step.STEP_REST, STEP, REPLAYED}
+    assert all(row["ms"] > 0 for row in made.values())
+    inside = sum(row["ms"] for op, row in made.items() if op not in (STEP, REPLAYED))
+    assert inside == pytest.approx(made[STEP]["ms"], abs=0.02)
+    assert made[STEP]["floor_ms"] == made[REPLAYED]["floor_ms"] > made["gate_up"]["floor_ms"] > 0
 
 
 def test_a_benchmark_that_was_cut_goes_on(tmp_path):
@@ -281,7 +409,7 @@ def test_a_benchmark_that_was_cut_goes_on(tmp_path):
     record.without("peer", "not set up")
     record.run("engine", 1, "cold", 0.5, [7])
     record.run("engine", 1, "cold", 0.7, [8])
-    record.machine(["engine"], 1, "prefix", MACHINE)
+    record.machine(["engine"], 1, "prefix", [MACHINE])
     again = Record(tmp_path / "samples", {"rounds": 3}, resume=True)
     assert again.seconds["engine"][1] == {"cold": [0.5, 0.7]} and again.absent == {"peer": "not set up"}
     assert again.machines["engine"][1] == {"prefix": MACHINE}
@@ -289,6 +417,14 @@ def test_a_benchmark_that_was_cut_goes_on(tmp_path):
     assert Record(tmp_path / "samples", {"rounds": 3}, resume=True).absent == {}
     with pytest.raises(RecordError, match="other conditions"):
         Record(tmp_path / "samples", {"rounds": 5}, resume=True)
+    # minutes of both times count, what was between them does not
+    lines = [json.loads(line) for line in (tmp_path / "samples").read_text().splitlines()]
+    begins = [place for place, line in enumerate(lines) if "begun" in line]
+    lines[begins[1] - 1]["at"], lines[-1]["at"] = 90.0, 30.0
+    lines[begins[0]]["begun"] = "2026-01-02T03:04:05+00:00"
+    (tmp_path / "samples").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    longer = Record(tmp_path / "samples", {"rounds": 3}, resume=True)
+    assert longer.begun == "2026-01-02T03:04:05+00:00" and longer.minutes() == pytest.approx(2.0, abs=0.01)
     assert not Record(tmp_path / "samples", {"rounds": 3}, resume=False).seconds
 
 
@@ -325,3 +461,62 @@ def test_a_record_is_gone_on_with_under_the_same_conditions_only(tmp_path):
     assert Record(tmp_path / "samples", conditions, resume=True).seconds["one"][0]["all/1"] == [0.5]
     with pytest.raises(RecordError, match="other conditions"):
         Record(tmp_path / "samples", {**conditions, "rounds": 2}, resume=True)
+
+
+def test_another_code_or_another_setting_is_not_gone_on_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "REPORTS", tmp_path)
+    # without an engine
+    monkeypatch.setattr(Measurement, "run", lambda *_: None)
+    monkeypatch.setattr(PromptSource, "default", lambda: PromptSource(range(100_000)))
+    monkeypatch.setattr(benchmark, "_write", lambda *_: None)
+    again = {"only": [ALONE], "rounds": 1, "quick": True, "name": "bench", "folder": tmp_path}
+    benchmark.run(**again)
+    benchmark.run(**again, resume=True)
+    with monkeypatch.context() as changed:
+        changed.setattr(benchmark, "code_version", lambda: "other")
+        with pytest.raises(typer.Exit):
+            benchmark.run(**again, resume=True)
+    assert "other conditions (code differ)" in " ".join(capsys.readouterr().err.split())
+    with monkeypatch.context() as changed:
+        first, *others = variants()
+        changed.setattr(benchmark, "variants", lambda: [replace(first, options={"weights": "fp32"}), *others])
+        with pytest.raises(typer.Exit):
+            benchmark.run(**again, resume=True)
+    assert "other conditions (variants differ)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_code_is_a_revision_or_the_packages_version(tmp_path):
+    assert code_version(tmp_path) == f"kvloom {version('kvloom')}"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    clean = code_version(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("2")
+    dirty = code_version(tmp_path)
+    assert dirty.startswith(f"{clean} dirty ")
+    (tmp_path / "file").write_text("3")
+    assert code_version(tmp_path) not in (clean, dirty)
+
+
+def test_memory_for_engines_is_what_the_probe_leaves(tmp_path, monkeypatch):
+    order = []
+
+    class Measured:
+        def measure(self, repeats):
+            order.append("probe")
+
+    monkeypatch.setattr(measure, "Probe", lambda: nullcontext(Measured()))
+    monkeypatch.setattr(measure, "memory_for_engines", lambda: order.append("memory") or 0.1)
+    record = Record(tmp_path / "samples", {}, resume=False)
+    run = Measurement(QUICK, 1, record, PromptSource(range(100_000)), Console(stderr=True))
+    run.run([variant for variant in variants() if variant.name == ALONE])
+    assert order == ["probe", "memory"]
+
+
+def test_peers_keep_the_precision_and_the_version_that_are_said():
+    by_name = {variant.name: variant.options for variant in variants()}
+    assert by_name["OpenVINO GenAI bf16"]["properties"]["KV_CACHE_PRECISION"] == "bf16"
+    assert by_name["OpenVINO GenAI int8"]["properties"] == {}
+    assert by_name["llama.cpp bf16"]["version"] == "b11434"

@@ -11,8 +11,9 @@ from bench.variants import ALONE, DOORS, OWN_NAME
 
 Row = dict[str, Any]
 
-PEERS, BEST, DEFAULT_FILE, DOOR, MORE = (
+PEERS, SERVED, BEST, DEFAULT_FILE, DOOR, MORE = (
     "bf16 against peers",
+    "served bf16 against peers",
     "best against best",
     "default file",
     "doors",
@@ -22,22 +23,36 @@ PEERS, BEST, DEFAULT_FILE, DOOR, MORE = (
 
 LLAMACPP_DEFAULT_FILE = "llama.cpp Q4_1"
 IN_PROCESS_NAME = " in-process"
+PEAK = ("peak_rss", None)
 
 
 def comparisons(made: Sequence[Row]) -> list[Row]:
     """A row for each comparison and case.
 
     - PEERS: kvloom's bf16 against every peer's, and against the best of them in each case.
+    - SERVED: the same through Triton's gRPC door, against the best of them.
     - BEST: kvloom's best setting against the best peer, whatever the weights.
     - DEFAULT_FILE: kvloom's best setting against llama.cpp, which takes the 4-bit default file as it is.
     - DOOR: through a door against the engine alone.
     - MORE: kvloom's settings, with the most streams against the most but one.
+
+    Peak memory is compared only with peers that do not have more of it for keys and values than kvloom; these rows have
+    ``kv_mib``, that memory of both.
     """
+    kv = {row["engine"]: row["value"] for row in made if row.get("case") == "kv_memory"}
     by_case: dict[tuple[str, int | None], dict[str, Row]] = {}
     for row in made:
         if "value" in row and row["case"] in COMPARED and not row["engine"].startswith("floor "):
             by_case.setdefault((row["case"], row["size"]), {})[row["engine"]] = row
-    return [row for here in by_case.values() for row in _of_case(here)] + list(_more(by_case))
+    peak = by_case.get(PEAK, {})
+    most = kv.get(ALONE)
+    if most is not None:
+        by_case[PEAK] = {name: row for name, row in peak.items() if kv.get(name, most) <= most}
+    compared = [row for here in by_case.values() for row in _of_case(here)] + list(_more(by_case))
+    for row in compared:
+        if (row["case"], row["size"]) == PEAK:
+            row["kv_mib"] = [kv.get(row["engine"]), kv.get(row["against"])]
+    return compared
 
 
 COMPARED = ("decode", "total", "prefill", "ttft_cold", "ttft_warm", "shared", "peak_rss")
@@ -55,6 +70,8 @@ def _of_case(here: dict[str, Row]) -> Iterator[Row]:
         if alike:
             yield {**_ratio(PEERS, alone, _best(alike)), "best": True}
         # memory of a server is not that of an engine
+        if alike and DOORS[0] in own and alone["case"] != "peak_rss":
+            yield _ratio(SERVED, own[DOORS[0]], _best(alike))
         if alone["case"] in ("decode", "total"):
             for door in DOORS:
                 if door in own:

@@ -2,6 +2,9 @@
 
 A step reads every weight and every key and value that it attends to once, and multiplies every token with every
 weight: it takes the longer of the two. How close an engine comes is a figure that holds on other machines, too.
+
+All of it is read from memory here. As much as the last cache holds may still be there from the step before, so a step
+can take a little less than its floor, and a single op whose weights stayed there a lot less.
 """
 
 import math
@@ -9,9 +12,6 @@ from dataclasses import dataclass
 
 from bench.cases import Case, Scale
 from kvloom.models.spec import ModelSpec, tensor_shapes
-
-KV_BYTES = 2
-"""Of a key's or value's number, in every engine measured."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,20 @@ class Precision:
         bits: of a layer's weight, scales included.
         head_bits: of the head's.
         product: key of ``Machine.operations``.
+        kv_bytes: of a key's or value's number.
     """
 
     bits: float
     head_bits: float
     product: str
+    kv_bytes: int = 2
 
 
 PRECISIONS = {
     "fp32": Precision(32, 32, "fp32"),
     "bf16": Precision(16, 16, "bf16"),
-    "int8": Precision(8, 8, "int8"),
+    # OpenVINO's, which keeps keys and values in 8 bits then
+    "int8": Precision(8, 8, "int8", kv_bytes=1),
     # groups of 32 with a scale in 16 bits
     "int8_groups": Precision(8.5, 8.5, "int8"),
     "w8a8": Precision(8.5, 8.5, "int8"),
@@ -64,7 +67,7 @@ class Floors:
         shapes = tensor_shapes(spec)
         self._head = spec.vocab_size * spec.hidden_size
         self._layers = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
-        self._kv_token = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * KV_BYTES
+        self._kv_token = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * self._kind.kv_bytes
         self._attention = 4 * spec.n_layers * spec.n_heads * spec.head_dim
 
     def product(self, rows: int, weights: int, head: bool = False) -> float:

@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.cases import Group, Run, Scale, rounds
 from bench.drivers import Driver, EngineFailed
 from bench.peers import Environment
-from bench.probe import Probe, best
+from bench.probe import Probe
 from bench.prompts import PromptSource
 from bench.record import Record
 from bench.variants import Variant, together
@@ -88,6 +88,8 @@ class Measurement:
                 self._record.without(variant.name, absence)
         there = [variant for variant in variants if Environment(variant.environment).absence() is None]
         with Probe() as probe:
+            # it has its memory from now on
+            probe.measure(1)
             for number in range(len(self._rounds)):
                 wanting = [variant for variant in there if self._missing(variant, number)]
                 room = memory_for_engines() if self._memory_gib is None else self._memory_gib
@@ -135,7 +137,7 @@ class Measurement:
                 _spare_memory()
             after = probe.measure()
             names = [driver.variant.name for driver in wanting]
-            self._record.machine(names, number, group.name, best([before, after]))
+            self._record.machine(names, number, group.name, [before, after])
             before = after
 
     def _group(self, number: int, group: Group, driver: Driver, drivers: list[Driver]) -> None:

@@ -2,7 +2,8 @@
 
 The ops are timed in steps that are computed one by one; the step that is served replays a recording of them.
 
-An op's floor is what it takes at least to read its weights, or the keys and values that it attends to, or to multiply.
+An op's floor is what it takes at least to read its weights, or the keys and values that it attends to, from memory, or
+to multiply. What lies in the last cache from the step before is read faster.
 """
 
 import threading
@@ -63,10 +64,19 @@ class Clock:
         return timed
 
 
-def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each op at each number of streams: milliseconds of a step, share of it, floor."""
+@dataclass(frozen=True)
+class Profile:
+    """Of steps that give each of ``streams`` sequences a token: computed op by op, and replayed."""
+
+    streams: int
+    by_op: Clock
+    replayed: Clock
+
+
+def profile(settings: Settings, streams: Sequence[int]) -> list[Profile]:
+    """Time the steps of each number of streams."""
     source = PromptSource.default()
-    rows = []
+    profiles = []
     for count in streams:
         by_op, replayed = Clock(), Clock()
         for engine, clock in ((_timed_by_op, by_op), (_timed, replayed)):
@@ -77,8 +87,13 @@ def profile(settings: Settings, spec: ModelSpec, machine: Machine, streams: Sequ
                     clock.steps = 0
                     _answer(loop, source.take(count, PROMPT))
                 loop.stop()
-        rows += _rows(by_op, replayed, count, spec, machine, settings)
-    return rows
+        profiles.append(Profile(count, by_op, replayed))
+    return profiles
+
+
+def rows(profiles: Sequence[Profile], spec: ModelSpec, machine: Machine, settings: Settings) -> list[dict[str, Any]]:
+    """A row for each op at each number of streams: milliseconds of a step, share of it, floor."""
+    return [row for one in profiles for row in _rows(one, spec, machine, settings)]
 
 
 def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *, record: bool = True) -> Engine:
@@ -138,9 +153,8 @@ def _answer(loop: Loop, prompts: list[list[int]]) -> None:
         left.acquire()
 
 
-def _rows(
-    clock: Clock, replayed: Clock, streams: int, spec: ModelSpec, machine: Machine, settings: Settings
-) -> list[dict[str, Any]]:
+def _rows(one: Profile, spec: ModelSpec, machine: Machine, settings: Settings) -> list[dict[str, Any]]:
+    clock, replayed = one.by_op, one.replayed
     assert clock.steps and replayed.steps, "no step gave every stream a token"
     ms = {name: 1000 * seconds / clock.steps for name, seconds in clock.seconds.items()}
     around = (STEP, MODEL, BATCH, SAMPLING)
@@ -148,10 +162,10 @@ def _rows(
     ms[MODEL_REST] = ms[MODEL] - inside
     ms[STEP_REST] = ms[STEP] - ms[MODEL] - ms[BATCH] - ms[SAMPLING]
     ms[REPLAYED] = 1000 * replayed.seconds[STEP] / replayed.steps
-    floors = _floors(streams, spec, machine, settings)
+    floors = _floors(one.streams, spec, machine, settings)
     return [
         {
-            "streams": streams,
+            "streams": one.streams,
             "op": name,
             "ms": round(time, 3),
             "share": round(time / ms[STEP], 4),

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare
-from bench.tables import cells, columns, comparison_tables, render, title
+from bench.profile_step import REPLAYED, STEP
+from bench.tables import cells, columns, comparison_tables, faster, render, title
+from bench.variants import about, variants
 
 BEGIN, END = "<!-- figures of load/results, by load/benchmark.py readme -->\n", "<!-- end of the figures -->\n"
 
@@ -14,16 +16,41 @@ LEFT_OUT = ("loaded_rss", "same_first_token")
 """Columns of the results file that the README does not have."""
 
 OPS_SHOWN = 5
+LEAST_ROUNDS = 3
+"""Of results that the README shows: fewer have no median worth the name."""
 
 Row = dict[str, Any]
 
 
+class ResultsError(Exception):
+    """The results are not those that the README may show; says why."""
+
+
 def filled(readme: str, results: Path) -> str:
-    """The README's text with the figures of ``bench.json`` and ``profile.json`` between its two marks."""
+    """The README's text with the figures of ``bench.json`` and ``profile.json`` between its two marks.
+
+    Raises:
+        ResultsError: they are of too few rounds, or of other engines or settings than there are today.
+    """
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
     bench, profile = (json.loads((results / f"{name}.json").read_text()) for name in ("bench", "profile"))
+    _check(bench, profile)
     return before + BEGIN + _figures(bench, profile) + END + after
+
+
+def _check(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> None:
+    meta = bench["meta"]
+    if meta["rounds"] < LEAST_ROUNDS:
+        raise ResultsError(f"bench.json is of {meta['rounds']} rounds, the README wants {LEAST_ROUNDS}; run it anew")
+    # as they come back from a file
+    today = {one["name"]: one for one in json.loads(json.dumps(list(map(about, variants()))))}
+    measured = {one["name"]: one for one in meta["variants"]}
+    differ = [name for name in {**today, **measured} if today.get(name) != measured.get(name)]
+    if differ:
+        raise ResultsError(f"bench.json has other engines or settings than today ({', '.join(differ)}); run it anew")
+    if not any(row["op"] == REPLAYED for row in profile["rows"]):
+        raise ResultsError(f"profile.json has no '{REPLAYED}'; run the profile anew")
 
 
 def _figures(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
@@ -56,13 +83,16 @@ def _steps(rows: Sequence[Row]) -> list[str]:
     lines = []
     for streams in dict.fromkeys(row["streams"] for row in rows):
         here = [row for row in rows if row["streams"] == streams]
-        whole = next(row for row in here if row["op"] == "whole step")
-        ops = sorted((row for row in here if row is not whole), key=lambda row: -row["ms"])[:OPS_SHOWN]
+        # the step as it is served; ops can only be timed in one that is computed op by op
+        whole = next(row for row in here if row["op"] == REPLAYED)
+        ops = sorted((row for row in here if row["op"] not in (STEP, REPLAYED)), key=lambda row: -row["ms"])
         noun = "stream" if streams == 1 else "streams"
-        lines.append(f"{streams} {noun}: {_time(whole)}; " + ", ".join(f"{row['op']} {_time(row)}" for row in ops))
+        lines.append(
+            f"{streams} {noun}: {_time(whole)}; " + ", ".join(f"{row['op']} {_time(row)}" for row in ops[:OPS_SHOWN])
+        )
     return lines
 
 
 def _time(row: Row) -> str:
-    floor = "" if row["floor_ms"] is None else f" (floor {row['floor_ms']:.1f})"
+    floor = "" if row["floor_ms"] is None else f" (floor {row['floor_ms']:.1f}{', faster' if faster(row) else ''})"
     return f"{row['ms']:.1f} ms{floor}"

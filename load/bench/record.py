@@ -1,13 +1,16 @@
 """What was measured so far, line by line in a file: a benchmark that was cut goes on where it stopped."""
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.floors import Machine
+from bench.probe import best
 
 
 class RecordError(Exception):
@@ -20,7 +23,9 @@ class Record:
     Attributes:
         seconds: by engine, round and run, a number for each repetition.
         first: first new token of each prompt, likewise.
-        machines: by engine, round and group: what the machine could do meanwhile.
+        machines: by engine, round and group: what the machine could do meanwhile, the best of the probes beside it.
+        probes: all of them, in order, each once.
+        begun: when the first samples were measured, in ISO 8601.
         versions: by engine.
         load_seconds: by engine.
         loaded_rss: bytes by engine, before the first prompt.
@@ -37,30 +42,42 @@ class Record:
         self.seconds: dict[str, dict[int, dict[str, list[float]]]] = _lists()
         self.first: dict[str, dict[int, dict[str, list[list[int]]]]] = _lists()
         self.machines: dict[str, dict[int, dict[str, Machine]]] = defaultdict(lambda: defaultdict(dict))
+        self.probes: list[Machine] = []
+        self.begun = ""
         self.versions: dict[str, dict[str, str]] = {}
         self.load_seconds: dict[str, float] = {}
         self.loaded_rss: dict[str, int] = {}
         self.peak_rss: dict[str, int] = {}
         self.absent: dict[str, str] = {}
         self._path = path
+        self._start = time.monotonic()
+        self._seconds = [0.0]
         # as they come back from the file, where tuples are lists
         conditions = json.loads(json.dumps(conditions))
         lines = [json.loads(line) for line in path.read_text().splitlines()] if resume and path.exists() else []
         if lines and lines[0] != conditions:
-            raise RecordError(f"{path} was made under other conditions ({lines[0]}); begin anew, without --resume")
+            names = [name for name in {**lines[0], **conditions} if lines[0].get(name) != conditions.get(name)]
+            raise RecordError(
+                f"{path} was made under other conditions ({', '.join(names)} differ); begin anew, without --resume"
+            )
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(conditions) + "\n")
         for line in lines[1:]:
             self._take(line)
+        self._add({"begun": datetime.now(UTC).isoformat(timespec="seconds")})
+
+    def minutes(self) -> float:
+        """That were spent on it, also before it was cut, until the last line."""
+        return sum(self._seconds) / 60
 
     def run(self, engine: str, number: int, run: str, seconds: float, first: list[int]) -> None:
         """A run of a round."""
         self._add({"engine": engine, "round": number, "run": run, "seconds": seconds, "first": first})
 
-    def machine(self, engines: Sequence[str], number: int, group: str, machine: Machine) -> None:
-        """What the machine could do while these engines did the group."""
-        self._add({"engines": list(engines), "round": number, "group": group, "machine": asdict(machine)})
+    def machine(self, engines: Sequence[str], number: int, group: str, probes: Sequence[Machine]) -> None:
+        """What the machine could do before and after these engines did the group."""
+        self._add({"engines": list(engines), "round": number, "group": group, "machine": list(map(asdict, probes))})
 
     def loaded(self, engine: str, versions: dict[str, str], seconds: float, rss: int) -> None:
         """An engine is there."""
@@ -75,14 +92,25 @@ class Record:
         self._add({"engine": engine, "absent": why})
 
     def _add(self, line: dict[str, Any]) -> None:
+        line = {**line, "at": round(time.monotonic() - self._start, 1)}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
+        if "begun" in line:
+            self.begun = self.begun or line["begun"]
+            self._seconds.append(0.0)
+        self._seconds[-1] = line["at"]
+        if "begun" in line:
+            return
         if "machine" in line:
+            probes = [Machine(**probe) for probe in line["machine"]]
+            machine = best(probes)
             for engine in line["engines"]:
-                self.machines[engine][line["round"]][line["group"]] = Machine(**line["machine"])
+                self.machines[engine][line["round"]][line["group"]] = machine
+            # what was measured after a group was also measured before the next one
+            self.probes += [probe for probe in probes if probe not in self.probes]
             return
         engine = line["engine"]
         if "run" in line:

@@ -44,7 +44,7 @@ def rows(variants: Sequence[Variant], record: Record, scale: Scale, rounds: int,
 
 
 def machines(record: Record) -> list[Machine]:
-    """All that were measured."""
+    """The best beside each group, once for all engines that did it."""
     by_engine = record.machines.values()
     found = [machine for numbers in by_engine for groups in numbers.values() for machine in groups.values()]
     return list({id(machine): machine for machine in found}.values())
@@ -83,7 +83,7 @@ def _about(case: Case) -> Row:
 def _skipped(case: Case, variant: Variant) -> Row | None:
     reason = variant.skips.get(SKIPPED.get(case.name, ""))
     if reason is None and case.name in ("decode", "total") and case.size > variant.most_streams:
-        reason = f"more than {variant.most_streams} at once would take minutes"
+        reason = f"more than {variant.most_streams} at once are left out, for the time of the whole benchmark"
     return None if reason is None else {"skipped": reason}
 
 

@@ -58,6 +58,9 @@ def _text(row: Row) -> str:
     if row["case"] == "same_first_token":
         return f"{row['value']:.1%}"
     value = f"{row['value']:,.1f}" if row["value"] < 100 and row["unit"] != "MiB" else f"{row['value']:,.0f}"
+    rounds = row.get("rounds", ())
+    if None in rounds:
+        value += f" [{len(rounds) - rounds.count(None)} of {len(rounds)} rounds]"
     return f"{value} ({row['of_floor']:.0%})" if "of_floor" in row else value
 
 
@@ -88,6 +91,11 @@ def comparison_tables(compared: Sequence[Row]) -> list[Comparison]:
     tables = [
         _matrix(f"{compare.ALONE} against", [row for row in peers if not row.get("best")], "against"),
         _list(f"{compare.ALONE} against the best peer with bf16 weights", best),
+        _list(
+            f"{compare.DOORS[0]} against the best peer with bf16 weights (llama.cpp through its own HTTP server, "
+            "the others in-process)",
+            _of(compared, compare.SERVED),
+        ),
         _list("The best of kvloom against the best peer, whatever the weights", _of(compared, compare.BEST)),
         _list("The best of kvloom against llama.cpp on the default file", _of(compared, compare.DEFAULT_FILE)),
         _matrix("Behind a door against the engine alone", _of(compared, compare.DOOR), "engine"),
@@ -116,10 +124,19 @@ def _matrix(title_of_all: str, compared: Sequence[Row], key: str) -> Comparison:
 def _list(title_of_all: str, compared: Sequence[Row]) -> Comparison:
     """A line for each case."""
     lines = [
-        [_short_title((row["case"], row["size"])), row["engine"], row["against"], ratio(row)]
+        [_short_title((row["case"], row["size"])), *_names(row), ratio(row)]
         for row in sorted(compared, key=lambda row: (ORDER.index(row["case"]), row["size"] or 0))
     ]
     return Comparison(title_of_all, ["case", "kvloom", "peer", "ratio (rounds)"], lines)
+
+
+def _names(row: Row) -> list[str]:
+    """Of both engines; where it is about memory, with how much of it is for keys and values."""
+    names = [row["engine"], row["against"]]
+    if "kv_mib" not in row:
+        return names
+    each = ["as much as they take" if mib is None else f"{mib:,.0f} MiB" for mib in row["kv_mib"]]
+    return [f"{name} (keys and values: {memory})" for name, memory in zip(names, each, strict=True)]
 
 
 def _short_title(column: Column) -> str:
@@ -152,9 +169,14 @@ def show_profile(made: Sequence[Row], console: Console) -> None:
     """Print where the time of a step goes."""
     table = Table("streams", "op", "ms", "share", "floor, ms")
     for row in made:
-        floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
+        floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}{', faster' if faster(row) else ''}"
         table.add_row(str(row["streams"]), row["op"], f"{row['ms']:.2f}", f"{row['share']:.1%}", floor)
     console.print(table)
+
+
+def faster(row: Row) -> bool:
+    """Whether an op took less time than its floor."""
+    return row["floor_ms"] is not None and row["ms"] < row["floor_ms"]
 
 
 def warn(unsteady: Sequence[str], console: Console) -> None:

@@ -18,7 +18,6 @@ SLOT_TOKENS = 2112
 TOKEN_KIB = 22.5
 """Memory of a token's keys and values in 16 bits."""
 
-LONG = "left out: it would take minutes"
 PREFIX = "it has no prefix cache"
 OTHER_CASES = "left out: only streams of tokens differ"
 
@@ -81,13 +80,16 @@ def _doors() -> list[Variant]:
 
 
 def _openvino(name: str, precision: str, model: str, properties: Mapping[str, str]) -> Variant:
-    options = {"kv_gib": KV_GIB, "properties": {"KV_CACHE_PRECISION": "bf16", **properties}}
+    options = {"kv_gib": KV_GIB, "properties": dict(properties)}
     return Variant(name, "openvino", precision, Environment("openvino").folder / model, options, "openvino")
 
 
 def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
     binary = Environment("llamacpp").folder / "build" / "bin" / "llama-server"
-    options = {"binary": str(binary), "slots": most_streams, "slot_tokens": SLOT_TOKENS}
+    # the binary does not know which version it was built from
+    (pin,) = Environment("llamacpp").pins()
+    version = "b" + pin.split("==")[1].split(".")[0]
+    options = {"binary": str(binary), "slots": most_streams, "slot_tokens": SLOT_TOKENS, "version": version}
     slow = "each of its slots computes the shared prefix anew, which takes minutes"
     kv_gib = most_streams * SLOT_TOKENS * TOKEN_KIB / 2**20
     more: dict[str, Any] = {"skips": {"shared": slow}, "memory_gib": 1.3 + kv_gib, "kv_gib": kv_gib}
@@ -100,6 +102,7 @@ def variants() -> list[Variant]:
     Neighbours are in memory together as far as they fit, see ``together``: the fastest of the others come first.
     """
     llamacpp = Environment("llamacpp").folder
+    bf16 = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     return [
         _in_process("bf16"),
         *_doors(),
@@ -112,7 +115,7 @@ def variants() -> list[Variant]:
             "vllm",
             memory_gib=4.5,
         ),
-        _openvino("OpenVINO GenAI bf16", "bf16", "model-fp32", {"INFERENCE_PRECISION_HINT": "bf16"}),
+        _openvino("OpenVINO GenAI bf16", "bf16", "model-fp32", bf16),
         _llamacpp("llama.cpp bf16", "bf16", llamacpp / "bf16.gguf"),
         Variant(
             "transformers bf16",
@@ -127,10 +130,17 @@ def variants() -> list[Variant]:
         _in_process("int4"),
         _in_process("int8", most_streams=32),
         _in_process("w8a8"),
+        # keys and values stay in its own default then, 8 bits
         _openvino("OpenVINO GenAI int8", "int8", "model-int8", {}),
         _llamacpp("llama.cpp Q4_1", "q4_1", default_model(), most_streams=8),
         _llamacpp("llama.cpp Q4_0", "q4_0", llamacpp / "q4_0.gguf", most_streams=32),
     ]
+
+
+def about(variant: Variant) -> dict[str, Any]:
+    """What the results say of it: nothing that depends on where this machine keeps its files."""
+    options = {key: value for key, value in variant.options.items() if key != "binary"}
+    return {"name": variant.name, "precision": variant.precision, "model": variant.model.name, "options": options}
 
 
 def together(chosen: Sequence[Variant], memory_gib: float) -> list[list[Variant]]:

@@ -31,7 +31,7 @@ class LlamaServer:
         command += ["-np", str(slots), "-c", str(slots * options["slot_tokens"]), "--no-kv-unified"]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.pid = self.process.pid
-        self.versions = {"llama.cpp": _version(binary)}
+        self.versions = {"llama.cpp": options["version"]}
         self._wait()
 
     def _wait(self) -> None:
@@ -75,11 +75,6 @@ class LlamaServer:
         """See ``Engine``."""
         self.process.terminate()
         self.process.wait()
-
-
-def _version(binary: Path) -> str:
-    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True)
-    return next(line for line in (said.stdout + said.stderr).splitlines() if "version" in line).strip()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""Which code a benchmark measures."""
+
+import hashlib
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NO_CODE = (":!load/results", ":!README.md")
+"""What a benchmark writes itself."""
+
+
+def code_version(root: Path = ROOT) -> str:
+    """The git revision, with ``dirty`` and a digest of the changes where files were changed; without git, the package's
+    version.
+    """
+    revision = _git(root, "rev-parse", "HEAD")
+    if revision is None:
+        return f"kvloom {version('kvloom')}"
+    changes = _git(root, "diff", "HEAD", "--", ".", *NO_CODE)
+    return f"{revision} dirty {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else revision
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What it says; None where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
