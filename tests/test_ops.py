@@ -204,6 +204,40 @@ def test_attention_to_large_scores(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [200, 300, 700])
+def test_a_query_that_is_not_a_number_spoils_its_own_row_alone(dtype, length):
+    """Within a part of the keys, over several, and where a long sequence's parts are divided among threads."""
+    neighbours = [(300, 1), (300, 40)]
+    threads = torch.get_num_threads()
+    try:
+        for shapes in ([(length, 1)], [(length, 30)], [neighbours[0], (length, 1)], [*neighbours, (length, 30)]):
+            batch = paged_batch(shapes, 4, 2, 64, 32, dtype)
+            spoiled = batch.q.clone()
+            row, head = len(batch.q) - (3 if shapes[-1][1] > 1 else 1), 1
+            spoiled[row, head, 5] = math.nan
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                before = paged_attention(*batch.arguments, **batch.most)
+                after = paged_attention(spoiled, *batch.arguments[1:], **batch.most)
+                assert after[row, head].isnan().all()
+                before[row, head] = after[row, head] = 0.0
+                assert torch.equal(after, before)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [200, 300])
+def test_keys_that_are_not_numbers_spoil_their_own_sequence_alone(dtype, length):
+    batch = paged_batch([(300, 1), (length, 1), (300, 40)], 4, 2, 64, 32, dtype)
+    before = paged_attention(*batch.arguments, **batch.most)
+    batch.k_cache[batch.block_tables[1, : -(-length // 32)].long()] = math.nan
+    after = paged_attention(*batch.arguments, **batch.most)
+    assert after[1].isnan().all()
+    assert torch.equal(after[[0, *range(2, 42)]], before[[0, *range(2, 42)]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",
     [
