@@ -113,8 +113,8 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
 def test_attention_of_every_shape(dtype, head_dim):
-    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding
-    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1)]
+    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding of many tasks
+    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1), (0, 200)]
     for group, kv_heads, block_size in [(1, 2, 8), (2, 1, 64), (3, 3, 16), (5, 1, 24), (7, 1, 8), (8, 1, 32)]:
         batch = paged_batch(shapes, group * kv_heads, kv_heads, head_dim, block_size, dtype)
         close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
