@@ -38,9 +38,9 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
     head = grouped(table, 8) if quantized else plain(table)
     embedding = 0
-    if not spec.tied_embeddings:
-        embedding = unpacked_bytes(*table) if quantized else table[0] * table[1] * dtype.itemsize
-    elif not native:
+    if quantized and not spec.tied_embeddings:
+        embedding = grouped_bytes(*table, 8) if native else unpacked_bytes(*table)
+    elif not (native and spec.tied_embeddings):
         embedding = table[0] * table[1] * dtype.itemsize
     rotary = spec.context_length * spec.head_dim * torch.float32.itemsize
     return spec.n_layers * layer + norms + embedding + head + rotary
