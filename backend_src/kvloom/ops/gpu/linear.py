@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits in groups: as fast as the weights come from memory.
+"""Products with weights of 8 and 4 bits in groups, made to be bound by the memory that the weights come from.
 
 One kernel computes any number of rows, so that a weight is the same number whatever the batch: to dequantize it to
 bfloat16 for large batches, and leave these to cuBLAS, would round it.
@@ -31,7 +31,8 @@ class QuantizedLinear:
         scales: fp16 [out_features, in_features / group]; a last group may be shorter.
         minima: like ``scales``, for 4 bits: GGUF's Q4_1 as it is; those of GPTQ and AWQ are ``-zero * scale``. None:
             signed values of 8 bits, values of 4 bits around 8 (as in Q4_0).
-        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it).
+        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it), which no
+            model that is served has: only tests and audits use it.
     """
 
     def __init__(
