@@ -12,6 +12,8 @@ from kvloom import assemble, decode_steps
 from kvloom.decode_steps import DecodeSteps
 from kvloom.fetch import cache_folder
 from kvloom.models import decoder
+from kvloom.models.footprint import recorded_bytes
+from kvloom.models.weights import open_model
 from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import library, stop_using_native, use_native
@@ -135,6 +137,20 @@ def test_memory_stays_within_bounds(folder):
     assert set(steps._recordings) == {16, 1, 7, 3, 12}
     words = 8 * 2 * 9 * 20  # two layers of nine calls of at most 20 words, and a few around them
     assert all(recording.nbytes < words for recording in steps._recordings.values())
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "w8a8"])
+@pytest.mark.parametrize("hidden", [128, 160])
+def test_memory_is_what_was_planned(tmp_path, weights, hidden):
+    model = make_tiny(tmp_path, hidden_size=hidden, **SHAPE)
+    driver = Driver(model, weights=weights, max_running=5)
+    for _ in range(5):
+        driver.submit([5, 6, 7], max_tokens=6)
+    driver.run()
+    planned = recorded_bytes(open_model(model).spec, torch.float32 if weights == "fp32" else torch.bfloat16, 5)
+    real = steps_of(driver)._recorder.nbytes
+    # results of the same size share memory: queries and what is as wide as they are, where the hidden size is
+    assert real == planned if hidden == 160 else 0.7 * planned < real <= planned
 
 
 @pytest.mark.parametrize("when", ["recorded", "replayed"])

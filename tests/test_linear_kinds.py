@@ -88,6 +88,29 @@ def test_products(form, kind, dtype, rows, width):
     assert torch.equal(linear(x[100:101].contiguous()), whole[100:101])
 
 
+# not in torch, whose products round by their sizes
+@pytest.mark.parametrize("form", ["C++", "C++ for AVX2"], indirect=True)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_many_rows_are_each_as_if_there_were_few(form, kind, dtype):
+    """With so many rows for each thread that it takes several passes over its own, the last of them no whole one."""
+    weight, exact = make(kind, 70, 64)
+    linear = pack_linear(weight, dtype)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            rows = 3 * 144 * count + 5
+            x = torch.randn(rows, 64).to(dtype)
+            whole = linear(x)
+            for first in range(0, rows, 50):
+                assert torch.equal(linear(x[first : first + 50].contiguous()), whole[first : first + 50]), first
+    finally:
+        torch.set_num_threads(threads)
+    expected = x.double() @ exact.T
+    tolerance = 2e-2 if kind == "w8a8" else ROUNDING[dtype]
+    assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_head_gives_the_embedding_back(form, kind, dtype):
     weight, exact = make(kind, 71, 70)

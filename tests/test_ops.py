@@ -113,8 +113,8 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
 def test_attention_of_every_shape(dtype, head_dim):
-    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding
-    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1)]
+    # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding of many tasks
+    shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1), (0, 200)]
     for group, kv_heads, block_size in [(1, 2, 8), (2, 1, 64), (3, 3, 16), (5, 1, 24), (7, 1, 8), (8, 1, 32)]:
         batch = paged_batch(shapes, group * kv_heads, kv_heads, head_dim, block_size, dtype)
         close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], dtype)
@@ -201,6 +201,40 @@ def test_attention_to_large_scores(dtype):
     batch = paged_batch([(300, 5)], 2, 1, 64, 32, dtype)
     batch.q.mul_(300)
     close(paged_attention(*batch.arguments, **batch.most), attention_in_float64(batch)[0], torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [200, 300, 700])
+def test_a_query_that_is_not_a_number_spoils_its_own_row_alone(dtype, length):
+    """Within a part of the keys, over several, and where a long sequence's parts are divided among threads."""
+    neighbours = [(300, 1), (300, 40)]
+    threads = torch.get_num_threads()
+    try:
+        for shapes in ([(length, 1)], [(length, 30)], [neighbours[0], (length, 1)], [*neighbours, (length, 30)]):
+            batch = paged_batch(shapes, 4, 2, 64, 32, dtype)
+            spoiled = batch.q.clone()
+            row, head = len(batch.q) - (3 if shapes[-1][1] > 1 else 1), 1
+            spoiled[row, head, 5] = math.nan
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                before = paged_attention(*batch.arguments, **batch.most)
+                after = paged_attention(spoiled, *batch.arguments[1:], **batch.most)
+                assert after[row, head].isnan().all()
+                before[row, head] = after[row, head] = 0.0
+                assert torch.equal(after, before)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [200, 300])
+def test_keys_that_are_not_numbers_spoil_their_own_sequence_alone(dtype, length):
+    batch = paged_batch([(300, 1), (length, 1), (300, 40)], 4, 2, 64, 32, dtype)
+    before = paged_attention(*batch.arguments, **batch.most)
+    batch.k_cache[batch.block_tables[1, : -(-length // 32)].long()] = math.nan
+    after = paged_attention(*batch.arguments, **batch.most)
+    assert after[1].isnan().all()
+    assert torch.equal(after[[0, *range(2, 42)]], before[[0, *range(2, 42)]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -115,6 +115,16 @@ def test_weights_take_what_was_planned(tmp_path, weights, tied):
     assert held_bytes(decoder) == weights_bytes(files.spec, weights, dtype)
 
 
+@pytest.mark.parametrize("weights", ["int8", "w8a8"])
+def test_an_embedding_that_fills_no_panel_takes_what_was_planned(tmp_path, weights):
+    folder = make_tiny(tmp_path, **WIDE, tied=False, vocab_size=410)
+    files = open_model(folder)
+    decoder = Decoder(
+        files.spec, served_weights(files, weights, torch.bfloat16, Tokenizer.from_folder(folder)), torch.bfloat16
+    )
+    assert held_bytes(decoder) == weights_bytes(files.spec, weights, torch.bfloat16)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantized_weights_of_a_gpu_take_what_was_planned(tmp_path, monkeypatch, weights, tied):

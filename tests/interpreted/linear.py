@@ -4,8 +4,8 @@ import pytest
 import torch
 from tolerance import close
 
-from kvloom.ops.gpu import linear
 from kvloom.ops.gpu.linear import QuantizedLinear, pack, unpack
+from kvloom.ops.gpu.linear_splits import MOST_ROWS, most_parts_bytes, split_count
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,10 +92,21 @@ def test_a_row_does_not_depend_on_how_many_there_are():
 
 def test_a_sum_is_divided_only_where_programs_are_few():
     def split(out_features: int, in_features: int) -> int:
-        return linear.split_count(out_features, in_features // 128, torch.device("cpu"))
+        return split_count(out_features, in_features // 128, 132)
 
     assert split(128 * 264, 8192) == 1
     assert split(4096, 4096) == 8
     assert split(128, 128) == 1
     # at least as many blocks for each part as are loaded ahead
     assert split(128, 2048) == 4
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 132, 304])
+def test_no_product_has_more_parts_than_were_planned(multiprocessors):
+    def parts(out_features: int, blocks: int) -> int:
+        split = split_count(out_features, blocks, multiprocessors)
+        return split * MOST_ROWS * out_features * 4 if split > 1 else 0
+
+    most = max(parts(128 * columns, blocks) for columns in range(1, 700) for blocks in (8, 64, 500, 10_000))
+    planned = most_parts_bytes(multiprocessors)
+    assert 0.4 * planned < most <= planned

@@ -38,9 +38,9 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
     head = grouped(table, 8) if quantized else plain(table)
     embedding = 0
-    if not spec.tied_embeddings:
-        embedding = unpacked_bytes(*table) if quantized else table[0] * table[1] * dtype.itemsize
-    elif not native:
+    if quantized and not spec.tied_embeddings:
+        embedding = grouped_bytes(*table, 8) if native else unpacked_bytes(*table)
+    elif not (native and spec.tied_embeddings):
         embedding = table[0] * table[1] * dtype.itemsize
     rotary = spec.context_length * spec.head_dim * torch.float32.itemsize
     return spec.n_layers * layer + norms + embedding + head + rotary
@@ -97,9 +97,22 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
     # gate and up, the activated gate, its product with up
     mlp = 4 * tokens * spec.intermediate_size * size
     logits = rows * spec.vocab_size * max(SAMPLER_LOGITS * fp32, size + fp32)
-    kept = 0
-    if find_compiler() is not None:
-        # what decode steps are recorded on stays: their stream, queries, keys and values, attention, MLP, logits
-        numbers = 2 * spec.hidden_size + 3 * heads_out + 2 * kv_out + 3 * spec.intermediate_size
-        kept = rows * (2 * spec.hidden_size * fp32 + numbers * size + spec.vocab_size * fp32)
+    kept = recorded_bytes(spec, dtype, rows) if find_compiler() is not None else 0
     return kept + max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
+
+
+def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
+    """Bytes that decode steps in C++ are recorded on, which stay; arguments as of ``step_bytes``.
+
+    What a layer computes is there beside what the layer before left in the same variables, until it takes its place.
+    """
+    heads_out, kv_out = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    # the stream's normalized form, a layer's update and the one before
+    hidden = 3 * spec.hidden_size
+    qkv = 2 * (heads_out + 2 * kv_out)
+    # queries, and the last layer's beside its attention; then queries, attention, and the last layer's attention
+    attention = 3 * heads_out
+    mlp = 3 * spec.intermediate_size
+    # the residual before and after an addition, logits; the likeliest token, and whether it is one
+    in_full = (2 * spec.hidden_size + spec.vocab_size) * torch.float32.itemsize + torch.int64.itemsize + 1
+    return rows * ((hidden + qkv + attention + mlp) * dtype.itemsize + in_full)

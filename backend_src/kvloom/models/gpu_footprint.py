@@ -6,6 +6,7 @@ import torch
 
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom.ops.gpu.decode_splits import split_count
+from kvloom.ops.gpu.linear_splits import most_parts_bytes
 from kvloom.ops.linear_groups import GROUP, unpacked_bytes
 
 SAMPLER_LOGITS = 6
@@ -14,9 +15,6 @@ takes where a row asks for more than sampling on its own does."""
 
 _MULTIPROCESSORS = 304
 """Of the largest GPU there is (MI300X): the more there are, the more parts sequences are divided into."""
-
-_PARTS = 32 * 2**20
-"""Bytes of the parts that the sum of a product with quantized weights is divided into, twice what fills an H200."""
 
 
 def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
@@ -80,4 +78,4 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
     # gate and up, and what becomes of them
     mlp = 3 * tokens * spec.intermediate_size * size
     logits = rows * spec.vocab_size * SAMPLER_LOGITS * fp32
-    return max(stream + qkv + attention, stream + mlp, stream + logits) + _PARTS
+    return max(stream + qkv + attention, stream + mlp, stream + logits) + most_parts_bytes(_MULTIPROCESSORS)

@@ -98,7 +98,8 @@ public:
     Places find(const Task& task, int64_t first) const {
         const int32_t* table = tables_ + task.sequence * shape_.table_stride;
         const int64_t bs = shape_.block_size;
-        const int n = std::min<int64_t>(TILE, task.position + task.tokens - first);
+        // padding ends before its first key
+        const int n = std::clamp<int64_t>(task.position + task.tokens - first, 0, TILE);
         Places places;
         places.n = n;
         places.heads = task.kv_heads;
@@ -210,7 +211,7 @@ void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int
             // claimed so early that its first keys can be asked for in time
             n = claimed.fetch_add(1, std::memory_order_relaxed) + omp_get_num_threads();
             Places after;
-            after.n = 0;
+            after.n = after.heads = 0;
             if (n < count) after = attention.find(*plan.pieces[n].task, plan.pieces[n].first());
             const auto [task, part] = plan.pieces[i];
             if (part < 0)

@@ -26,7 +26,7 @@ struct Task {
     bool decode;
     int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
 
-    int64_t parts() const { return (position + tokens + PART - 1) / PART; }
+    int64_t parts() const { return (std::max<int64_t>(0, position + tokens) + PART - 1) / PART; }
 };
 
 // Numbers in the online softmax's state of some rows.

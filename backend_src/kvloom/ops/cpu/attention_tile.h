@@ -313,7 +313,8 @@ void attend_tile(int row, int rows, const uint32_t* queries, const uint32_t* key
 template <int D>
 void merge(int rows, const State& more, const State& state) {
     for (int r = 0; r < rows; r++) {
-        if (more.largest[r] == NOTHING) continue;
+        // of no keys at all; scores that are not numbers have no largest either, but a total that is none
+        if (more.totals[r] == 0) continue;
         const float largest = std::max(state.largest[r], more.largest[r]);
         const float old_scale = std::exp2(state.largest[r] - largest), scale = std::exp2(more.largest[r] - largest);
         float* sums = state.sums + r * D;

@@ -74,19 +74,6 @@ static inline void store_row(O* out, floats low, floats high, int width) {
     for (int i = 0; i < width; i++) narrow(out + i, sums[i]);
 }
 
-// Calls tile(count, first) for tiles of rows that cover [first, end); count is a constant of the compiler's.
-template <typename F>
-static inline void for_tiles(int64_t first, int64_t end, F&& tile) {
-#define TILES_OF(R) tile(std::integral_constant<int, R>(), first), first += R
-    while (first + TILE <= end) TILES_OF(TILE);
-    if constexpr (TILE > 8)
-        if (first + 8 <= end) TILES_OF(8);
-    if (first + 4 <= end) TILES_OF(4);
-    if (first + 2 <= end) TILES_OF(2);
-    if (first < end) TILES_OF(1);
-#undef TILES_OF
-}
-
 // Calls work(panel, width, first row, end row) for every panel and pass, in parallel.
 template <typename F>
 static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {

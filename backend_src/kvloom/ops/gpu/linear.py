@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits in groups: as fast as the weights come from memory.
+"""Products with weights of 8 and 4 bits in groups, made to be bound by the memory that the weights come from.
 
 One kernel computes any number of rows, so that a weight is the same number whatever the batch: to dequantize it to
 bfloat16 for large batches, and leave these to cuBLAS, would round it.
@@ -8,21 +8,11 @@ import torch
 import triton
 
 from kvloom.ops.gpu import linear_kernels as kernels
-
-_COLUMNS = 128
-"""out_features of a program."""
-
-_MOST_ROWS = 64
-"""Rows of a program at most. More rows are as many programs, whose sums are not divided."""
+from kvloom.ops.gpu.attention_parts import multiprocessors
+from kvloom.ops.gpu.linear_splits import COLUMNS, MOST_ROWS, split_count
 
 _MOST_ROWS_WITH_MINIMA = 32
 """With minima, for whose sums there are no registers beside those of more rows."""
-
-_LEAST_SHARE = 4
-"""Blocks below which a sum is not divided any further: so many are loaded ahead."""
-
-_PROGRAMS = 2
-"""Programs per multiprocessor whose loads in flight are enough for all of the bandwidth."""
 
 _SUM_BLOCK = 1024
 
@@ -41,7 +31,8 @@ class QuantizedLinear:
         scales: fp16 [out_features, in_features / group]; a last group may be shorter.
         minima: like ``scales``, for 4 bits: GGUF's Q4_1 as it is; those of GPTQ and AWQ are ``-zero * scale``. None:
             signed values of 8 bits, values of 4 bits around 8 (as in Q4_0).
-        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it).
+        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it), which no
+            model that is served has: only tests and audits use it.
     """
 
     def __init__(
@@ -60,13 +51,13 @@ class QuantizedLinear:
         self._pairs = _pair(
             scales, minima if self._minima else None, self._words.shape[0] * self._planes // self._group
         )
-        self._split = split_count(self.out_features, self._words.shape[0], self._words.device)
+        self._split = split_count(self.out_features, self._words.shape[0], multiprocessors(self._words.device))
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, in_features] in fp32, fp16 or bf16 to [T, out_features], in x's dtype or ``out_dtype``."""
         assert x.is_contiguous() and x.shape[1] == self.in_features
         rows = x.shape[0]
-        split = self._split if rows <= _MOST_ROWS else 1
+        split = self._split if rows <= MOST_ROWS else 1
         out = torch.empty(rows, self.out_features, dtype=out_dtype or x.dtype, device=x.device)
         if not rows:
             return out
@@ -75,9 +66,9 @@ class QuantizedLinear:
             parts = torch.empty(split, rows, self.out_features, dtype=torch.float32, device=x.device)
         backend = _backend()
         # AMD's matrix instructions take no fewer than 16
-        least, most = 8 if backend == "cuda" else 16, _MOST_ROWS_WITH_MINIMA if self._minima else _MOST_ROWS
+        least, most = 8 if backend == "cuda" else 16, _MOST_ROWS_WITH_MINIMA if self._minima else MOST_ROWS
         tile = min(max(triton.next_power_of_2(rows), least), most)
-        grid = (triton.cdiv(self.out_features, _COLUMNS), split, triton.cdiv(rows, tile))
+        grid = (triton.cdiv(self.out_features, COLUMNS), split, triton.cdiv(rows, tile))
         kernels.quantized_product[grid](
             x,
             self._words,
@@ -88,7 +79,7 @@ class QuantizedLinear:
             self.in_features,
             self._words.shape[0],
             ROWS=tile,
-            COLUMNS=_COLUMNS,
+            COLUMNS=COLUMNS,
             STAGES=_stages(backend, tile),
             PACKED=backend == "cuda",
             WHOLE=self.in_features % (self._planes * self._words.shape[2]) == 0,
@@ -146,17 +137,6 @@ def unpack(words: torch.Tensor, planes: int, in_features: int) -> torch.Tensor:
     numbers = torch.stack([words.to(torch.int32) >> bits * plane & 2**bits - 1 for plane in range(planes)], 2)
     numbers = numbers.permute(1, 0, 2, 3).reshape(words.shape[1], -1)[:, :in_features].to(torch.uint8).contiguous()
     return numbers.view(torch.int8) if planes == 2 else numbers
-
-
-def split_count(out_features: int, blocks: int, device: torch.device) -> int:
-    """Programs that share a column's sum: of the weight's shape and the GPU alone, so that few rows don't change it."""
-    # without a GPU, where this is compiled and tested only, an H100's
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    columns = triton.cdiv(out_features, _COLUMNS)
-    split = 1
-    while columns * split < processors * _PROGRAMS and blocks >= 2 * split * _LEAST_SHARE:
-        split *= 2
-    return split
 
 
 def _pair(scales: torch.Tensor, minima: torch.Tensor | None, groups: int) -> torch.Tensor:
