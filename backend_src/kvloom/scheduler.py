@@ -142,6 +142,9 @@ class Scheduler:
 
     def _take_out(self, sequence: Sequence) -> None:
         """The one place where a sequence leaves."""
+        if sequence is self._found_for:
+            # nobody else would let go of it
+            self._found_for = None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
