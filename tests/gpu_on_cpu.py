@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvloom.decode_steps import DecodeSteps
 from kvloom.gpu_runner import GpuRunner
 from kvloom.gpu_step import GpuStep
 from kvloom.kv.storage import Storage
@@ -29,10 +30,10 @@ class Recorder:
 
 def runner_factory(
     tokens: int, sequences: int, context_length: int, record: Recorder | None
-) -> Callable[[Decoder, Storage, Storage, int], Runner]:
+) -> Callable[[Decoder, Storage, Storage, int, DecodeSteps], Runner]:
     """What takes ``Runner``'s place in ``assemble``; without a recorder every step is eager."""
 
-    def make(decoder: Decoder, storage: Storage, host: Storage, block_size: int) -> Runner:
+    def make(decoder: Decoder, storage: Storage, host: Storage, block_size: int, decodes: DecodeSteps) -> Runner:
         step = GpuStep(decoder, storage.layers, tokens, sequences, context_length, torch.device("cpu"))
         if record is not None:
             step.record_graphs(record)
