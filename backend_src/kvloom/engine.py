@@ -3,8 +3,9 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvloom.admission import Admission, Limits
 from kvloom.answer import Answer
@@ -88,15 +89,15 @@ class Engine:
         # the last token of a sequence needs no room: its KV is never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, Answer] = {}
-        # deltas on their way to their sinks, and whether they wait until the next step is being computed
-        self._outbox: deque[tuple[Sink, Delta]] = deque()
+        # what goes out, deltas to their sinks and all else, and whether it waits until the next step is being computed
+        self._outbox: deque[Callable[[], None]] = deque()
         self._holds_back = False
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._admission = Admission(limits, cache, scheduler)
         register = Conversations(limits.max_conversations, limits.conversation_idle_s)
-        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal)
+        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal, self._post)
         self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
         lifecycle.restore()
 
@@ -201,7 +202,7 @@ class Engine:
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
 
-        Where the runner overlaps, a step's deltas are delivered while the next one is computed: the host waits then,
+        Where the runner overlaps, what a step sends is delivered while the next one is computed: the host waits then,
         and so the threads that send have the time. All that decides about the next step is done before it is planned.
         """
         try:
@@ -340,12 +341,14 @@ class Engine:
             self.turns.proceed(conversation)
 
     def _send(self, sink: Sink, delta: Delta) -> None:
-        """The one way to a sink; in order, whatever is held back."""
-        self._outbox.append((sink, delta))
+        self._post(partial(sink, delta))
+
+    def _post(self, *calls: Callable[[], None]) -> None:
+        """The one way out; in order, whatever is held back."""
+        self._outbox.extend(calls)
         if not self._holds_back:
             self._deliver()
 
     def _deliver(self) -> None:
         while self._outbox:
-            sink, delta = self._outbox.popleft()
-            sink(delta)
+            self._outbox.popleft()()
