@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvloom.conversations import Conversation, ConversationId, Conversations, Loss
@@ -102,8 +103,7 @@ class Lifecycle:
         if counted and (old is None or not old.counted):
             self._make_room()
         if old is not None:
-            self.register.remove(old)
-            old.detached = True
+            self.register.detach(old)
             self._erase(old)
         return old
 
@@ -155,13 +155,15 @@ class Lifecycle:
 
     def close(self, conversation: Conversation) -> None:
         """A conversation is over: free what it holds."""
-        self._scheduler.discard(conversation.held)
-        if not conversation.detached:
-            self.register.remove(conversation)
-            self._erase(conversation)
-            if conversation.open_in_triton:
-                self._tell(self._triton.end, conversation.id)
-        self._post(*conversation.on_end)
+        self.register.remove(conversation)
+        try:
+            if not conversation.detached:
+                self._erase(conversation)
+            self._scheduler.discard(conversation.held)
+        finally:
+            # nobody waits for ever, whatever fails in here
+            known = conversation.open_in_triton and not conversation.detached
+            self._post(*([partial(self._triton.end, conversation.id)] if known else []), *conversation.on_end)
 
     def expire(self, now: float) -> None:
         """Drop the conversations that were idle for too long."""
@@ -196,7 +198,7 @@ class Lifecycle:
 
     def _tell(self, what: Callable[[ConversationId], None], conversation_id: ConversationId) -> None:
         """Call one of Triton's functions."""
-        self._post(lambda: what(conversation_id))
+        self._post(partial(what, conversation_id))
 
     def _make_room(self) -> None:
         """See to it that there may be one conversation more."""
