@@ -29,11 +29,15 @@ class Seats(Rig):
         super().__init__(**sizes)
         self.triton = Triton()
         self.register = Conversations(most, IDLE_S)
-        lifecycle = Lifecycle(self.scheduler, self.register, self.triton, None)
+        lifecycle = Lifecycle(self.scheduler, self.register, self.triton, None, self.post)
         self.turns = Turns(self, self.scheduler, None, 10_000, lifecycle)
         self.full = False
         self._sinks: dict[Sequence, object] = {}
         self._failing = False
+
+    def post(self, *calls):
+        for call in calls:
+            call()
 
     def check_prompt(self, ids: list[int]) -> None:
         if len(ids) >= self.cache.total * BLOCK:

@@ -1,12 +1,14 @@
 """Conversations in an engine without Triton: what they compute, keep, lose and say about it."""
 
 import time
+from unittest import mock
 
 import pytest
 from transformers import AutoTokenizer
 
 from engine_driver import Driver
-from kvloom.errors import Cancelled, InvalidArgument, NotFound, Unavailable
+from kvloom.answer import Answer as AnswerInMaking
+from kvloom.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from kvloom.request import FinishReason
 from kvloom.residency import Costs
 from talks import Talks
@@ -273,6 +275,99 @@ def test_a_failed_step_leaves_conversations_as_they_were(model, stateless, monke
         history += tokens(number, 3)
         assert driver.say(number, tokens(number, 3)).ids == stateless(history)
     driver.end_all()
+
+
+def failing_end(driver, sequence):
+    """Let the end of a sequence's answer be a fault."""
+    return mock.patch.object(driver.engine._answers[sequence], "end", side_effect=ValueError("a fault"))
+
+
+def recover_from(driver, fault):
+    """Step until the fault comes, and do as the loop does."""
+    with pytest.raises(ValueError, match=fault):
+        driver.run_all()
+    driver.engine.recover(Internal("the engine failed"))
+    driver.engine.check_invariants()
+
+
+def test_a_conversation_goes_on_after_a_turn_that_could_not_be_ended(model, stateless):
+    driver = talks(model)
+    first = driver.say(7, tokens(1, 5), start=True)
+    failing, queued = driver.turn(7, tokens(2, 5)), driver.turn(7, tokens(3, 5))
+    with failing_end(driver, failing.sequence):
+        recover_from(driver, "a fault")
+    assert str(failing.error) == "INTERNAL: the answer could not be ended"
+    assert str(queued.error) == "INTERNAL: the engine failed"
+    assert not driver.turns.status(7).busy
+    driver.turns.cancel_running(7)
+    again = driver.say(7, tokens(4, 5))
+    assert again.ids == stateless([*tokens(1, 5), *first.ids, *tokens(4, 5)])
+    driver.end_all()
+
+
+@pytest.mark.parametrize("error", [None, Internal("the engine failed")])
+def test_a_turn_whose_only_delta_could_not_be_made_ends_all_the_same(model, error):
+    driver = talks(model)
+    driver.turn(7, tokens(1, 5), start=True)
+    queued = driver.turn(7, tokens(2, 5))
+    with mock.patch.object(AnswerInMaking, "end", side_effect=ValueError("a fault")):
+        if error is None:
+            with pytest.raises(ValueError, match="a fault"):
+                driver.engine.cancel(queued.sequence)
+        else:
+            driver.turns.fail_queued(error)
+    assert str(queued.error) == str(error or "INTERNAL: the answer could not be ended")
+    driver.run_all()
+    driver.end_all()
+
+
+def test_who_waits_for_the_end_of_a_replaced_conversation_hears_of_it_after_a_fault(model):
+    driver, ended = talks(model), []
+    failing = driver.turn(7, tokens(1, 5), start=True, end=True)
+    driver.turns.lifecycle.end(7, lambda: ended.append(7))
+    # goes on under the same id: the first one runs out without one
+    driver.turn(7, tokens(2, 5), start=True, max_tokens=30)
+    with failing_end(driver, failing.sequence):
+        recover_from(driver, "a fault")
+    assert ended == [7]
+    driver.end_all()
+
+
+def test_one_fault_in_a_recovery_keeps_nobody_else_waiting(model, stateless, monkeypatch):
+    driver, ended = talks(model), []
+    first = driver.say("idle", tokens(9, 5), start=True)
+    answers = []
+    for number in range(3):
+        answers.append(driver.turn(number, tokens(number, 5), start=True, max_tokens=50))
+        answers.append(driver.turn(number, tokens(number, 3)))
+        driver.turns.lifecycle.end(number, lambda number=number: 1 / 0 if number == 1 else ended.append(number))
+    driver.engine.step()
+
+    def fail_after(owner, method, argument):
+        """Let a method be a fault, once it has done its work, where its first argument is this one."""
+        work = getattr(owner, method)
+
+        def faulty(*args, **fields):
+            work(*args, **fields)
+            if args and args[0] == argument:
+                raise ValueError("a fault")
+
+        monkeypatch.setattr(owner, method, faulty)
+
+    running, queued = answers[2].sequence, answers[1].sequence
+    monkeypatch.delattr(driver.engine._answers[running], "_observations")
+    fail_after(driver.engine._scheduler, "_take_out", running)
+    fail_after(driver.engine, "answer_unbegun", queued)
+    fail_after(driver.triton, "end", 0)
+    driver.engine.recover(Internal("the engine failed"))
+    assert all(answer.error is not None for answer in answers)
+    assert ended == [0, 2]
+    assert [conversation.id for conversation in driver.turns.lifecycle.register] == ["idle"]
+    monkeypatch.undo()
+    again = driver.turn("idle", tokens(8, 5))
+    while driver.engine.busy:
+        driver.engine.step()
+    assert again.ids == stateless([*tokens(9, 5), *first.ids, *tokens(8, 5)])
 
 
 def test_a_turn_that_does_not_fit_is_refused(model, stateless):

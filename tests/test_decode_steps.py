@@ -18,7 +18,7 @@ from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import library, stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
-from kvloom.ops.recording import Recorder
+from kvloom.ops.recording import Recorder, Recording
 from kvloom.runner import build_batch
 from kvloom.scheduler import Costs
 from tiny_models import make_tiny, to_gguf
@@ -179,6 +179,29 @@ def test_what_torch_computes_is_not_replayed(folder, monkeypatch, caplog):
     assert driver.answer([5, 6, 7], max_tokens=8).ids == expected
     assert not steps_of(driver)._recordings
     assert caplog.text.count("aten.mul") == 1
+
+
+def test_what_was_recorded_is_not_replayed_once_its_memory_is_gone(folder, monkeypatch):
+    def answers(driver: Driver) -> list[list[int]]:
+        ids = driver.answer([5, 6, 7], max_tokens=8).ids
+        both = [driver.submit(prompt, max_tokens=8)[1] for prompt in ([8, 9], [10, 11])]
+        driver.run()
+        return [ids, *(answer.ids for answer in both), driver.answer([5, 6, 7], max_tokens=8).ids]
+
+    expected = answers(Driver(folder))
+    monkeypatch.setattr(decoder, "silu_mul", lambda x: silu_mul(x) * 1 if len(x) > 1 else silu_mul(x))
+    replays, replay = [], Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda recording: replays.append(recording) or replay(recording))
+    driver = Driver(folder)
+    driver.answer([5, 6, 7], max_tokens=8)
+    assert set(steps_of(driver)._recordings) == {1}
+    replays.clear()
+    for _ in range(2):
+        driver.submit([8, 9], max_tokens=8)
+    driver.run()
+    assert not replays
+    assert answers(driver) == expected
+    assert not replays and not steps_of(driver)._recordings
 
 
 def test_without_the_library_nothing_is_recorded(folder, monkeypatch):

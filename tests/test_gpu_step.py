@@ -18,6 +18,7 @@ from kvloom.next_step import NextStep
 from kvloom.placement import with_device
 from kvloom.scheduler import Costs
 from kvloom.step_buffers import Draws, StepBuffers
+from talks import Talks
 from tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -223,6 +224,34 @@ def test_the_host_works_while_the_device_computes(model, monkeypatch):
     assert [len(delta.tokens) for delta in answer] == [1, 1, 1, 0]
     assert answer.reason == "cancelled"
     driver.assert_idle()
+
+
+def test_nobody_hears_of_an_end_before_the_last_delta(model, monkeypatch):
+    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    driver = Talks(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
+    log: list[str] = []
+    append, end = Answer.append, driver.triton.end
+
+    def noted(answer, delta):
+        append(answer, delta)
+        if delta.final:
+            log.append("final")
+
+    monkeypatch.setattr(Answer, "append", noted)
+    monkeypatch.setattr(driver.triton, "end", lambda conversation: log.append("triton") or end(conversation))
+    # somebody else runs on: so there is a next step to wait for
+    driver.submit([5, 6, 7], max_tokens=30)
+    first = driver.turn(7, [8, 9], start=True, max_tokens=3)
+    driver.turns.lifecycle.end(7, lambda: log.append("ended"))
+    while 7 in driver.turns.lifecycle.register._live:
+        driver.engine.step()
+    assert len(first) == 2 and not log
+    # a start that comes now is not undone by the end that is still on its way
+    driver.turn(7, [8, 9], start=True, max_tokens=3)
+    assert log == ["final", "triton", "ended"]
+    assert driver.triton.told == [("taken", 7), ("end", 7), ("taken", 7)]
+    driver.run_all()
+    driver.end_all()
 
 
 def test_rows_whose_logits_are_not_finite_fail_alone(model, monkeypatch):

@@ -284,13 +284,6 @@ def test_ids_outside_the_vocabulary_do_nothing():
     assert choose(logits, [penalized, plain]) == choose(logits, [plain, penalized]) == choose(logits, [plain, plain])
 
 
-def test_repeated_places_are_penalized_once():
-    scores = torch.tensor([[4.0, -4.0]])
-    index = torch.tensor([0, 1, 0, 0, 1])
-    penalties.penalize_repetition(scores, index, torch.full((5,), 2.0, dtype=torch.float64))
-    assert scores.tolist() == [[2.0, -8.0]]
-
-
 @pytest.mark.parametrize("make", [default_tokenizer, lambda: Tokenizer.from_gguf(byte_level_metadata("gpt-2"))])
 def test_bad_words_are_tokenized_with_and_without_a_space(make):
     tokenizer = make()

@@ -102,10 +102,20 @@ def test_without_a_compiler_the_scores_of_a_full_chunk_dominate_a_long_context(s
     assert scores < step_bytes(long, torch.float32, 4, 512, 64, 100_000) < 1.3 * scores
 
 
-def test_the_logits_of_all_rows_dominate_a_large_vocabulary(spec):
+@pytest.mark.parametrize("native, matrices", [(True, 4), (False, 9)])
+def test_the_logits_of_all_rows_dominate_a_large_vocabulary(spec, monkeypatch, native, matrices):
+    """In C++ those that decode steps are recorded on, too."""
+    if not native:
+        monkeypatch.setattr("kvloom.models.footprint.find_compiler", lambda: None)
     wide = replace(spec, vocab_size=200_000)
     logits = 64 * 200_000 * 4
-    assert 2 * logits < step_bytes(wide, torch.float32, 4, 64, 64, 64) < 11 * logits
+    assert matrices * logits < step_bytes(wide, torch.float32, 4, 64, 64, 64) < (matrices + 0.1) * logits
+
+
+def test_each_thread_draws_in_memory_of_its_own(spec):
+    wide = replace(spec, vocab_size=200_000)
+    one, four = (planned(wide, kv_blocks=1, threads=threads) for threads in (1, 4))
+    assert four.step - one.step == 3 * 200_000 * 12
 
 
 def test_sizes_units_and_percent(spec):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.fetch import default_model
+from kvloom.models.footprint import SAMPLER_LOGITS
 from kvloom.models.weights import open_model
 from kvloom.plan import LEAST_HEADROOM
 from test_plan import planned
@@ -58,6 +59,48 @@ for x, product in products:
         product(x[:count])
 print((anonymous() - before) / kernels_bytes([(weight.shape[1], rows) for weight in weights], dtype))
 """
+
+
+SAMPLING = """
+import sys
+from pathlib import Path
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+import torch
+from kvloom.fetch import cache_folder
+from kvloom.ops.native import use_native
+from kvloom.request import Request, SamplingParams, Sequence
+from kvloom.sampler import choose
+
+torch.set_num_threads(2)
+assert use_native(cache_folder("ops"))
+rows, vocab = int(sys.argv[1]), int(sys.argv[2])
+params = [{"temperature": 0.0}, {"top_k": 9, "repetition_penalty": 1.2}, *[{"top_p": 0.9}] * (rows - 2)]
+sequences = [
+    Sequence(Request(id="", prompt_ids=(1, 2), params=SamplingParams(**one), arrival=0.0, logprobs=5))
+    for one in params
+]
+choose(torch.randn(2, 999), sequences[:2])
+before = status("RssAnon")
+logits = torch.randn(rows, vocab)
+logits[-1, 0] = torch.nan
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+choose(logits, sequences)
+print(status("VmHWM") - status("RssFile") - before)
+"""
+
+
+def test_sampling_takes_what_was_planned():
+    rows, vocab = 64, 200_000
+    command = [sys.executable, "-c", SAMPLING, str(rows), str(vocab)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    planned = SAMPLER_LOGITS * rows * vocab * 4 + 2 * vocab * 12
+    # no matrix more, and none less
+    assert abs(int(run.stdout) - planned) < 0.5 * rows * vocab * 4
 
 
 @pytest.mark.full

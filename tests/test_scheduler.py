@@ -326,3 +326,14 @@ def test_planning_is_quick_and_does_not_grow_with_who_waits(fits):
     thousand, ten_thousand = (min(planning_time(loaded(count, fits)) for _ in range(3)) for count in (1000, 10_000))
     assert ten_thousand < 1e-3
     assert ten_thousand < 2 * thousand
+
+
+def test_who_left_while_too_few_blocks_were_free_is_not_kept_alive():
+    rig = Rig(blocks=10)
+    rig.add(unlike(9 * BLOCK))
+    rig.step()
+    waiting = rig.add(unlike(3 * BLOCK))
+    rig.step()
+    assert rig.scheduler._found_for is waiting
+    rig.remove(waiting)
+    assert rig.scheduler._found_for is None

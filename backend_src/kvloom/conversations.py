@@ -111,6 +111,8 @@ class Conversations:
         self._most = most
         self._idle_s = idle_s
         self._live: dict[ConversationId, Conversation] = {}
+        # those without an id of their own, until they are over
+        self._detached: dict[Conversation, None] = {}
         self._counted = 0
         # the least recently used first
         self._idle: OrderedDict[Conversation, None] = OrderedDict()
@@ -161,11 +163,24 @@ class Conversations:
         self._counted += conversation.counted
         self._dropped.pop(conversation.id, None)
 
+    def detach(self, conversation: Conversation) -> None:
+        """Its id is another's from now on."""
+        self.remove(conversation)
+        conversation.detached = True
+        self._detached[conversation] = None
+
     def remove(self, conversation: Conversation) -> None:
-        """It is over, or its id is another's from now on."""
+        """It is over."""
+        if conversation.detached:
+            del self._detached[conversation]
+            return
         del self._live[conversation.id]
         self._counted -= conversation.counted
         self._idle.pop(conversation, None)
+
+    def everyone(self) -> list[Conversation]:
+        """All that are not over, with an id or without."""
+        return [*self, *self._detached]
 
     def rest(self, conversation: Conversation, now: float) -> None:
         """It is idle from now on."""
@@ -213,3 +228,4 @@ class Conversations:
             assert (conversation in self._idle) == (not conversation.busy), f"{conversation.id}: idle or busy?"
             assert conversation.running is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"
         assert all(self._live.get(conversation.id) is conversation for conversation in self._idle)
+        assert all(one.detached and one.running is not None for one in self._detached), "one without an id is stuck"

@@ -118,6 +118,8 @@ class DecodeSteps:
             self._recordings[count] = recording
         else:
             log.warning("decode steps can't be replayed and take longer: they need %s", recording.others[0])
+            # what is recorded lies in the recorder's memory
+            self._recordings.clear()
             self._recorder = None
         return recording.result
 

@@ -3,14 +3,16 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvloom.admission import Admission, Limits
 from kvloom.answer import Answer
 from kvloom.bans import banned_tokens
 from kvloom.conversations import Conversations
 from kvloom.errors import Internal, RequestError, Unavailable
+from kvloom.faults import logged
 from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
@@ -88,15 +90,15 @@ class Engine:
         # the last token of a sequence needs no room: its KV is never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, Answer] = {}
-        # deltas on their way to their sinks, and whether they wait until the next step is being computed
-        self._outbox: deque[tuple[Sink, Delta]] = deque()
+        # what goes out, deltas to their sinks and all else, and whether it waits until the next step is being computed
+        self._outbox: deque[Callable[[], None]] = deque()
         self._holds_back = False
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._admission = Admission(limits, cache, scheduler)
         register = Conversations(limits.max_conversations, limits.conversation_idle_s)
-        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal)
+        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal, self._post)
         self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
         lifecycle.restore()
 
@@ -145,11 +147,15 @@ class Engine:
     ) -> None:
         """End a sequence that was not begun with a reason or an error."""
         self._timers.forget(sequence)
-        self._finished["error" if error is not None else str(reason)] += 1
-        usage = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations).end(
-            sequence, self._limits.kv_dtype
-        )
-        self._send(sink, Delta("", (), reason, error, None if error is not None else usage))
+        # as in `_end`
+        final = Delta("", (), error=error or Internal("the answer could not be ended"))
+        try:
+            answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
+            usage = answer.end(sequence, self._limits.kv_dtype)
+            if error is None:
+                final = Delta("", (), reason, usage=usage)
+        finally:
+            self._send_final(sink, final)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence's answer now; nothing happens when it has ended already."""
@@ -166,10 +172,9 @@ class Engine:
         """End every answer with ``error``."""
         self.turns.fail_queued(error)
         for sequence in list(self._answers):
-            try:
+            with logged(log, "request %s has ended with a fault", sequence.request.id):
                 self._end(sequence, error=error)
-            except Exception:  # noqa: BLE001 the others are to end, too
-                log.exception("request %s has ended with a fault", sequence.request.id)
+        self._deliver_all()
 
     def recover(self, error: RequestError) -> None:
         """After a fault outside of a step: end every answer, and trust nothing that was computed.
@@ -180,8 +185,10 @@ class Engine:
         self.fail_all(error)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             # its end was the fault
-            self._scheduler.remove(sequence)
+            with logged(log, "request %s was taken out with a fault", sequence.request.id):
+                self._scheduler.remove(sequence)
         self.turns.recover()
+        self._deliver_all()
         self._cache.flush()
 
     @property
@@ -201,7 +208,7 @@ class Engine:
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
 
-        Where the runner overlaps, a step's deltas are delivered while the next one is computed: the host waits then,
+        Where the runner overlaps, what a step sends is delivered while the next one is computed: the host waits then,
         and so the threads that send have the time. All that decides about the next step is done before it is planned.
         """
         try:
@@ -334,18 +341,29 @@ class Engine:
                     reason = FinishReason.STOP
                 final = Delta(text, tokens, reason, usage=usage)
         finally:
-            self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
-            self._send(answer.sink, final)
+            self._send_final(answer.sink, final)
         if conversation is not None:
             self.turns.proceed(conversation)
 
+    def _send_final(self, sink: Sink, final: Delta) -> None:
+        self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
+        self._send(sink, final)
+
     def _send(self, sink: Sink, delta: Delta) -> None:
-        """The one way to a sink; in order, whatever is held back."""
-        self._outbox.append((sink, delta))
+        self._post(partial(sink, delta))
+
+    def _post(self, *calls: Callable[[], None]) -> None:
+        """The one way out; in order, whatever is held back."""
+        self._outbox.extend(calls)
         if not self._holds_back:
             self._deliver()
 
+    def _deliver_all(self) -> None:
+        """Deliver whatever one of the receivers does."""
+        while self._outbox:
+            with logged(log, "something could not be delivered"):
+                self._deliver()
+
     def _deliver(self) -> None:
         while self._outbox:
-            sink, delta = self._outbox.popleft()
-            sink(delta)
+            self._outbox.popleft()()

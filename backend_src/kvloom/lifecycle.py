@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvloom.conversations import Conversation, ConversationId, Conversations, Loss
@@ -27,6 +28,13 @@ class Triton(Protocol):
         """A client has started a conversation of this id: what was to be done about an earlier one no longer is."""
 
 
+class Post(Protocol):
+    """Makes calls in order, after the deltas that were sent before; maybe later, when they are delivered."""
+
+    def __call__(self, *calls: Callable[[], None]) -> None:
+        """Make these, too."""
+
+
 class NoTriton:
     """Stands for Triton where there is none."""
 
@@ -48,16 +56,20 @@ class Lifecycle:
         register: finds them; empty.
         triton: hears which ids it shall know.
         journal: keeps histories for an engine after this one; None: nobody does.
+        post: the way to clients and to Triton: nobody shall hear of an end before its last delta.
 
     Attributes:
         register: finds them.
     """
 
-    def __init__(self, scheduler: Scheduler, register: Conversations, triton: Triton, journal: Journal | None):
+    def __init__(
+        self, scheduler: Scheduler, register: Conversations, triton: Triton, journal: Journal | None, post: Post
+    ):
         self.register = register
         self._scheduler = scheduler
         self._triton = triton
         self._journal = journal
+        self._post = post
 
     def restore(self) -> None:
         """Take over what an earlier engine left in the journal, and let Triton know of it."""
@@ -76,7 +88,7 @@ class Lifecycle:
                 # its first turn was running, or it was another model's
                 self._journal.forget(found.id)
                 self._remember(found.id, "lost")
-            self._triton.start(found.id)
+            self._tell(self._triton.start, found.id)
 
     def make_way(self, conversation_id: ConversationId, counted: bool) -> Conversation | None:
         """Free an id for a new conversation, and a place, unless it is not ``counted``.
@@ -91,15 +103,14 @@ class Lifecycle:
         if counted and (old is None or not old.counted):
             self._make_room()
         if old is not None:
-            self.register.remove(old)
-            old.detached = True
+            self.register.detach(old)
             self._erase(old)
         return old
 
     def begin(self, conversation: Conversation) -> None:
         """A client has started a conversation, whose id is free."""
         self.register.add(conversation)
-        self._triton.taken(conversation.id)
+        self._tell(self._triton.taken, conversation.id)
         if self._journal is not None and conversation.counted:
             self._journal.begin(conversation)
 
@@ -135,7 +146,7 @@ class Lifecycle:
         except NotFound:
             if self.register.knows(conversation_id):
                 self.register.forget(conversation_id)
-                self._triton.end(conversation_id)
+                self._tell(self._triton.end, conversation_id)
             raise
         conversation.on_end.append(done)
         conversation.ending = True
@@ -144,14 +155,15 @@ class Lifecycle:
 
     def close(self, conversation: Conversation) -> None:
         """A conversation is over: free what it holds."""
-        self._scheduler.discard(conversation.held)
-        if not conversation.detached:
-            self.register.remove(conversation)
-            self._erase(conversation)
-            if conversation.open_in_triton:
-                self._triton.end(conversation.id)
-        for done in conversation.on_end:
-            done()
+        self.register.remove(conversation)
+        try:
+            if not conversation.detached:
+                self._erase(conversation)
+            self._scheduler.discard(conversation.held)
+        finally:
+            # nobody waits for ever, whatever fails in here
+            known = conversation.open_in_triton and not conversation.detached
+            self._post(*([partial(self._triton.end, conversation.id)] if known else []), *conversation.on_end)
 
     def expire(self, now: float) -> None:
         """Drop the conversations that were idle for too long."""
@@ -164,7 +176,7 @@ class Lifecycle:
             self.ended_in_triton(conversation_id)
         elif not self.register.knows(conversation_id):
             # a refused start leaves Triton's sequence begun
-            self._triton.end(conversation_id)
+            self._tell(self._triton.end, conversation_id)
 
     def ended_in_triton(self, conversation_id: ConversationId) -> None:
         """A client has ended this id in Triton: what is left of the conversation ends with it."""
@@ -177,12 +189,16 @@ class Lifecycle:
     def began_in_triton(self, conversation_id: ConversationId) -> None:
         """Triton has a sequence of this id, by a request that begins no conversation: without one it is ended again."""
         if not self.register.knows(conversation_id):
-            self._triton.end(conversation_id)
+            self._tell(self._triton.end, conversation_id)
 
     def forgotten_by_triton(self, conversation_id: ConversationId) -> None:
         """Triton has just ended this id for us; a client may have started it meanwhile."""
         if self.register.knows(conversation_id):
-            self._triton.start(conversation_id)
+            self._tell(self._triton.start, conversation_id)
+
+    def _tell(self, what: Callable[[ConversationId], None], conversation_id: ConversationId) -> None:
+        """Call one of Triton's functions."""
+        self._post(partial(what, conversation_id))
 
     def _make_room(self) -> None:
         """See to it that there may be one conversation more."""
@@ -199,7 +215,7 @@ class Lifecycle:
     def _remember(self, conversation_id: ConversationId, loss: Loss) -> None:
         forgotten = self.register.remember(conversation_id, loss)
         if forgotten is not None:
-            self._triton.end(forgotten)
+            self._tell(self._triton.end, forgotten)
 
     def _erase(self, conversation: Conversation) -> None:
         if self._journal is not None and conversation.counted:

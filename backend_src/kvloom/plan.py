@@ -1,5 +1,6 @@
 """The memory planner: what weights, cache and a step take, and how many sequences fit into what is free."""
 
+import os
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Plan:
         host_free: what it can take of the host's memory, where that is another: for the swap pool.
         weights: loaded weights, as they are kept.
         products: what the compiled products take once every size of step has come; on a GPU, what CUDA graphs keep.
-        step: a step's tensors at their peak.
+        step: a step's tensors at their peak, and what threads keep from step to step.
         headroom: what an automatic pool leaves alone.
         weights_dtype: what the weights are: fp32, bf16, int8, int4 or w8a8.
         kv_dtype: name of the cache's dtype.
@@ -104,7 +105,9 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     block_bytes = codec.block_bytes(geometry)
     # each running sequence computes at least one token in every step
     most_running = min(settings.max_running, settings.max_batch_tokens)
-    sizes = gpu_footprint if settings.device.startswith("cuda") else footprint
+    on_gpu = settings.device.startswith("cuda")
+    sizes = gpu_footprint if on_gpu else footprint
+    scratch = 0 if on_gpu else footprint.scratch_bytes(spec, settings.threads or os.cpu_count() or 1)
     weights = sizes.weights_bytes(spec, weights_name(settings), dtype)
     products = sizes.products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
@@ -120,7 +123,8 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     def step(blocks: int) -> int:
         # no sequence outgrows the pool
         longest = min(context, blocks * settings.block_size)
-        return sizes.step_bytes(spec, dtype, codec.dtype.itemsize, settings.max_batch_tokens, most_running, longest)
+        tokens = settings.max_batch_tokens
+        return scratch + sizes.step_bytes(spec, dtype, codec.dtype.itemsize, tokens, most_running, longest)
 
     if settings.kv_blocks or settings.kv_memory != "auto":
         blocks = _chosen_blocks(settings, free, block_bytes)

@@ -133,11 +133,6 @@ class Residency:
         for holding in [holding for holding in self._on_host if not copied.isdisjoint(holding.host_blocks)]:
             self.release(holding)
 
-    def forget_all(self) -> None:
-        """Free every holding."""
-        for holding in [*self._in_blocks, *self._on_host]:
-            self.release(holding)
-
     def check(self, running: Iterable[Holding]) -> list[Holding]:
         """Assert that every holding in care is where it should be, and none of them runs; returns those in care."""
         assert all(holding.blocks and not holding.host_blocks for holding in self._in_blocks)

@@ -96,10 +96,6 @@ class Scheduler:
         """Free what was parked."""
         self._residency.release(held)
 
-    def discard_all(self) -> None:
-        """Free everything that was parked; what goes on with it is computed again."""
-        self._residency.forget_all()
-
     def plan(self) -> Plan:
         """Choose the next step: running sequences first, then admissions, within the token budget."""
         self._cache.begin(time.monotonic())
@@ -142,6 +138,9 @@ class Scheduler:
 
     def _take_out(self, sequence: Sequence) -> None:
         """The one place where a sequence leaves."""
+        if sequence is self._found_for:
+            # nobody else would let go of it
+            self._found_for = None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:

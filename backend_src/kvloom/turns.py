@@ -10,6 +10,7 @@ from typing import Protocol
 from kvloom.continuation import Chat, Continuation, answer_text, go_on
 from kvloom.conversations import Conversation, ConversationId, Turn
 from kvloom.errors import Cancelled, Internal, InvalidArgument, NotFound, RequestError
+from kvloom.faults import logged
 from kvloom.lifecycle import Lifecycle
 from kvloom.request import FinishReason, Holding, Sequence, Sink
 from kvloom.scheduler import Scheduler
@@ -186,18 +187,26 @@ class Turns:
             self.lifecycle.register.rest(conversation, time.monotonic())
 
     def recover(self) -> None:
-        """After a fault: what was computed may be wrong, and a turn may have ended without the next one's beginning."""
-        self._scheduler.discard_all()
-        register = self.lifecycle.register
-        for conversation in [one for one in register if not (one.busy or register.resting(one))]:
-            self.proceed(conversation)
+        """After a fault, every turn's answer having ended, maybe with a fault: nobody is at work any more.
+
+        What was computed may be wrong; it is computed again.
+        """
+        self._running.clear()
+        for conversation in self.lifecycle.register.everyone():
+            held, conversation.held, conversation.running = conversation.held, Holding(), None
+            with logged(log, "conversation %s gave its blocks back with a fault", conversation.id):
+                self._scheduler.discard(held)
+            if not self.lifecycle.register.resting(conversation):
+                with logged(log, "conversation %s went on with a fault", conversation.id):
+                    self.proceed(conversation)
 
     def fail_queued(self, error: RequestError) -> None:
         """End every turn that waits for another one of its conversation."""
         for sequence, turn in list(self._queued.items()):
             if not turn.answered:
-                self._seats.answer_unbegun(sequence, turn.sink, error=error)
-        for conversation in {*self.lifecycle.register, *self._running.values()}:
+                with logged(log, "request %s has ended with a fault", sequence.request.id):
+                    self._seats.answer_unbegun(sequence, turn.sink, error=error)
+        for conversation in self.lifecycle.register.everyone():
             conversation.queue.clear()
         self._queued.clear()
 

@@ -8,9 +8,16 @@ from kvloom.ops.linear_float import kernels_bytes, packed_bytes
 from kvloom.ops.linear_groups import grouped_bytes, unpacked_bytes
 from kvloom.ops.native import find_compiler
 
-SAMPLER_LOGITS = 9
-"""fp32 matrices [R, vocab] that sampling holds at most: the logits, an edited copy, the scaled copy, its rows that have
-to be sorted, these sorted, and their probabilities and running sums in fp64."""
+SAMPLER_LOGITS = 3
+"""fp32 matrices [R, vocab] that sampling in C++ holds at most: the logits, which are edited in place; those that are
+finite, where not all are; and of these the ones that are drawn from."""
+
+TORCH_SAMPLER_LOGITS = 9
+"""The same in torch, which also holds how far the scores lie below the likeliest, the rows of these that have to be
+sorted, these sorted, and weights and their running sums of 8 bytes."""
+
+_SCRATCH = 12
+"""Bytes for each token of the vocabulary that a thread keeps to draw in C++: a distance, and a place in a ranking."""
 
 
 def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
@@ -96,7 +103,8 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
         )
     # gate and up, the activated gate, its product with up
     mlp = 4 * tokens * spec.intermediate_size * size
-    logits = rows * spec.vocab_size * max(SAMPLER_LOGITS * fp32, size + fp32)
+    held = SAMPLER_LOGITS if find_compiler() is not None else TORCH_SAMPLER_LOGITS
+    logits = rows * spec.vocab_size * max(held * fp32, size + fp32)
     kept = recorded_bytes(spec, dtype, rows) if find_compiler() is not None else 0
     return kept + max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
 
@@ -116,3 +124,8 @@ def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     # the residual before and after an addition, logits; the likeliest token, and whether it is one
     in_full = (2 * spec.hidden_size + spec.vocab_size) * torch.float32.itemsize + torch.int64.itemsize + 1
     return rows * ((hidden + qkv + attention + mlp) * dtype.itemsize + in_full)
+
+
+def scratch_bytes(spec: ModelSpec, threads: int) -> int:
+    """Bytes that so many threads keep from step to step."""
+    return threads * spec.vocab_size * _SCRATCH if find_compiler() is not None else 0

@@ -1,8 +1,8 @@
 """Changes to single scores before a token is chosen: bias, penalties, bans.
 
-Each takes the places to change as indices into the flattened scores, ``row * vocab + token``, so that the work follows
-the number of tokens concerned and not rows times vocabulary. All change ``scores`` in place. A scores matrix is fp32
-[R, vocab], contiguous; sums are taken in fp64 and rounded once.
+Places to change are indices into the flattened scores, ``row * vocab + token``, so that the work follows the number of
+tokens concerned and not rows times vocabulary. ``scores`` are changed in place: fp32 [R, vocab], contiguous. Each kind
+of change is computed in fp64 and rounded once.
 """
 
 from dataclasses import dataclass
@@ -37,28 +37,6 @@ class Edits:
         return Edits(*(tensor.to(device) for tensor in tensors))
 
 
-def add_bias(scores: torch.Tensor, index: torch.Tensor, bias: torch.Tensor) -> None:
-    """Add ``bias`` fp64 [N] at ``index`` int64 [N], in which no place comes twice."""
-    _store(scores, index, scores.view(-1)[index].double() + bias)
-
-
-def penalize_repetition(scores: torch.Tensor, index: torch.Tensor, penalty: torch.Tensor) -> None:
-    """Divide positive scores and multiply others by ``penalty`` (CTRL, Keskar et al., 2019, as transformers does).
-
-    Args:
-        scores: fp32 [R, vocab].
-        index: int64 [N]; a place that comes several times is changed once.
-        penalty: fp64 [N], above 0, the same wherever a place is the same.
-    """
-    old = scores.view(-1)[index].double()
-    _store(scores, index, torch.where(old > 0, old / penalty, old * penalty))
-
-
-def ban(scores: torch.Tensor, index: torch.Tensor) -> None:
-    """Make the tokens at ``index`` int64 [N] impossible."""
-    scores.view(-1)[index] = -torch.inf
-
-
 def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
     """Make ``edits`` in scores fp32 [R, vocab]; returns what was there before, fp32 [N], for ``restore``."""
     if runs_triton(scores):
@@ -75,10 +53,12 @@ def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
     saved = scores.view(-1)[edits.index.clamp(min=0)]
     used = edits.index >= 0
     places = edits.index[used]
-    add_bias(scores, places, edits.bias[used])
-    penalize_repetition(scores, places, edits.repetition[used])
-    _store(scores, places, scores.view(-1)[places].double() - edits.subtracted[used])
-    ban(scores, places[edits.banned[used]])
+    flat, repetition = scores.view(-1), edits.repetition[used]
+    changed = _rounded(flat[places].double() + edits.bias[used])
+    # CTRL (Keskar et al., 2019), as transformers does it
+    changed = _rounded(torch.where(changed > 0, changed / repetition, changed * repetition))
+    changed = _rounded(changed - edits.subtracted[used])
+    flat[places] = changed.masked_fill(edits.banned[used], -torch.inf).float()
     return saved
 
 
@@ -97,7 +77,7 @@ def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
     scores.view(-1)[edits.index[used]] = saved[used]
 
 
-def _store(scores: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
-    # an overflow must neither ban a token nor turn into NaN further on
-    largest = torch.finfo(scores.dtype).max
-    scores.view(-1)[index] = new.clamp(-largest, largest).to(scores.dtype)
+def _rounded(changed: torch.Tensor) -> torch.Tensor:
+    """fp64 to fp32 and back; an overflow must neither ban a token nor turn into NaN further on."""
+    largest = torch.finfo(torch.float32).max
+    return changed.clamp(-largest, largest).float().double()
