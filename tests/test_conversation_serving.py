@@ -179,9 +179,8 @@ def test_seven_is_not_seven(client):
 
 def control(client, own, op, conversation=None, start=False, end=False):
     """A control request with flags of its own."""
-    request = build_control(op, conversation)
-    placed = type(request)(request.model, request.id, request.fields, Place(own, start, end))
-    with client._send(placed, 30, 0) as stream:
+    request = build_control(op, conversation, place=Place(own, start, end))
+    with client._send(request, 30, 0) as stream:
         [chunk] = list(stream)
     assert chunk.finish_reason is None or chunk.finish_reason == "stop"
     return json.loads(chunk.text)
@@ -280,7 +279,8 @@ def test_idle_conversations_expire(tiny):
         # the id is free: in Triton, too, and for a new conversation
         eventually(lambda: not known_to_triton(client, 7))
         begun = time.monotonic()
-        long = talk.generate(input_ids=tokens(4, 5), max_tokens=3000, **GREEDY, timeout=120)
+        # log probabilities take their time
+        long = talk.generate(input_ids=tokens(4, 5), max_tokens=4000, logprobs=20, **GREEDY, timeout=120)
         assert time.monotonic() - begun > 0.5
         after = talk.generate(input_ids=tokens(5, 5), max_tokens=8, **GREEDY)
         assert after.token_ids == fresh(client, [*tokens(4, 5), *long.token_ids, *tokens(5, 5)])

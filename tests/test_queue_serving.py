@@ -15,13 +15,21 @@ from kvloom_client import Answer, Client, RequestFailed, Unavailable, wire
 from kvloom_client.answer import join
 from kvloom_client.request import build_request
 from server import metrics
-from tiny_server import request
+from tiny_server import Tiny, request
+
+CONTEXT = 16_384
+"""So many tokens take the tiny model some seconds."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny") / "model", CONTEXT)
 
 
 @pytest.fixture(scope="module")
 def one_slot(tiny) -> Iterator[Server]:
     """One request runs at a time, and the others wait for two seconds at most."""
-    with tiny.serve(max_running=1, queue_timeout_ms=2000) as server:
+    with tiny.serve(max_running=1, queue_timeout_ms=2000, kv_blocks=2048) as server:
         yield server
 
 
@@ -33,7 +41,7 @@ class Busy:
 
     def __enter__(self) -> "Busy":
         self._client = Client(self._server.grpc_url)
-        self.stream = self._client.stream(**request(30, max_tokens=3900), cache_salt=uuid.uuid4().hex)
+        self.stream = self._client.stream(**request(30, max_tokens=16_000), cache_salt=uuid.uuid4().hex)
         next(self.stream)
         return self
 
@@ -57,7 +65,7 @@ def test_higher_priorities_run_first_and_equal_ones_in_order(tiny):
         client.generate(**request(31 + number, max_tokens=20), priority=priorities[number], timeout=60)
         order.append(number)
 
-    with tiny.serve(max_running=1) as server, tiny.client(server) as client:
+    with tiny.serve(max_running=1, kv_blocks=2048) as server, tiny.client(server) as client:
         with ThreadPoolExecutor(len(priorities)) as pool:
             with Busy(server):
                 for number in range(len(priorities)):

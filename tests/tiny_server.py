@@ -24,10 +24,10 @@ CANARY = {"input_ids": list(range(40, 60)), "max_tokens": 16, **GREEDY}
 
 
 class Tiny:
-    """A tiny model with a context of 4,096 tokens, and servers of it."""
+    """A tiny model, and servers of it."""
 
-    def __init__(self, folder: Path):
-        self.folder = make_tiny(folder, max_position_embeddings=4096)
+    def __init__(self, folder: Path, context: int = 4096):
+        self.folder = make_tiny(folder, max_position_embeddings=context)
         model = AutoModelForCausalLM.from_pretrained(folder)
         # a random model may well choose the end token; the canary goes on
         model.generation_config.eos_token_id = None

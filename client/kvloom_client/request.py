@@ -162,9 +162,9 @@ def build_control(
     """A control request to the engine.
 
     Raises:
-        InvalidArgument: a value can't be sent, or an op about a conversation names none.
+        InvalidArgument: a value can't be sent, or an op about a conversation names none and has no place in one.
     """
-    if op in _ABOUT_A_CONVERSATION and conversation is None:
+    if op in _ABOUT_A_CONVERSATION and conversation is None and place is None:
         raise InvalidArgument(f"INVALID_ARG: conversation: {op} is about a conversation; give its id")
     named = {} if conversation is None else {"conversation": conversation}
     return Request("llm", _id(None), {"control": _json("control", {"op": op, **named, **more})}, place)
