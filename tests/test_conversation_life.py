@@ -40,8 +40,11 @@ class Seats(Rig):
             call()
 
     def check_prompt(self, ids: list[int]) -> None:
-        if len(ids) >= self.cache.total * BLOCK:
+        if self.too_long(ids):
             raise InvalidArgument("prompt", "too long")
+
+    def too_long(self, ids: list[int]) -> bool:
+        return len(ids) >= self.cache.total * BLOCK
 
     def refusal(self, sequence):
         return Unavailable("full") if self.full else None
@@ -209,6 +212,9 @@ class Life(LifeMachine):
                     break
                 answer.assert_one_final()
                 if answer.error is not None:
+                    continue
+                if not answer.ids and self.rig.too_long([*history, *answer.new]):
+                    # its client left while it waited, and when its turn came it could not be fed
                     continue
                 if answer.ids:
                     assert list(answer.sequence.request.prompt_ids) == [*history, *answer.new]
