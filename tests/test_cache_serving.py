@@ -306,13 +306,13 @@ def test_metrics_count_what_happened(tiny, small):
 
 def test_device_blocks_add_up_while_requests_run(tiny, small):
     with tiny.client(small) as client, ThreadPoolExecutor(4) as pool:
-        running = pool.submit(lambda: ask(client, [request(90 + n, max_tokens=100) for n in range(16)], at_once=4))
+        running = pool.submit(lambda: ask(client, [request(90 + n, max_tokens=100) for n in range(240)], at_once=4))
         seen = []
         while not running.done():
             now = metrics(small)
             seen.append([now[f'kvloom_blocks{{state="{state}"}}'] for state in ("free", "cached", "used")])
             time.sleep(0.05)
-        assert len(running.result()) == 16
+        assert len(running.result()) == 240
     assert any(used > 0 for _, _, used in seen)
     # a scrape may fall between two gauges of one update; those that stood still must add up
     still = [now for now, after in itertools.pairwise(seen) if now == after]

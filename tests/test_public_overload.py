@@ -51,7 +51,7 @@ def burst(server: Server, client: Client, door: str, max_tokens: int, gap_s: flo
 @pytest.mark.parametrize("door", DOORS)
 def test_h35_a_burst_is_refused_where_it_does_not_fit(tiny, narrow, door):
     with tiny.client(narrow) as client:
-        seen = burst(narrow, client, door, max_tokens=1000, gap_s=0)
+        seen = burst(narrow, client, door, max_tokens=4000, gap_s=0)
         assert len(seen["finished"]) + len(seen["queue_timeout_ms"]) <= 6
         assert len(seen["finished"]) >= 2
         assert max(seen["queue full"]) < 1
@@ -61,7 +61,7 @@ def test_h35_a_burst_is_refused_where_it_does_not_fit(tiny, narrow, door):
 @pytest.mark.parametrize("door", [DOORS[0], *(pytest.param(door, marks=pytest.mark.full) for door in DOORS[1:])])
 def test_h35_a_steady_overload_is_refused_in_part(tiny, narrow, door):
     with tiny.client(narrow) as client:
-        seen = burst(narrow, client, door, max_tokens=1000, gap_s=0.1)
+        seen = burst(narrow, client, door, max_tokens=4000, gap_s=0.1)
         assert len(seen["finished"]) >= 4
         assert len(seen["finished"]) < 30
         assert all(seconds < 1 for seconds in seen["queue full"])
