@@ -128,7 +128,6 @@ def variants() -> list[Variant]:
             kv_gib=None,
         ),
         _in_process("int4"),
-        _in_process("int8", most_streams=32),
         _in_process("w8a8"),
         # keys and values stay in its own default then, 8 bits
         _openvino("OpenVINO GenAI int8", "int8", "model-int8", {}),
