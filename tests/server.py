@@ -5,6 +5,7 @@ import os
 import re
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,14 @@ def metrics(server: Server) -> dict[str, float]:
     with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
         lines = response.read().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("kvloom_"))}
+
+
+def eventually(check: Callable[[], bool], within: float = 5.0) -> None:
+    """Within so many seconds ``check`` becomes true."""
+    deadline = time.monotonic() + within
+    while not check():
+        assert time.monotonic() < deadline, f"not within {within} s"
+        time.sleep(0.05)
 
 
 def assert_idle(server: Server, within: float = 5.0, conversations: bool = False) -> None:

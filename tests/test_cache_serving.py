@@ -50,7 +50,7 @@ def test_usage_and_metrics_tell_what_was_found(tiny, small):
         """(usage's, the metrics') cached tokens; all of them were looked for."""
         answers: list[Answer] = []
         added = counted(
-            small, lambda: answers.extend(ask(client, [{**GREEDY, "input_ids": input_ids, "max_tokens": 8, **more}]))
+            small, 1, lambda: answers.extend(ask(client, [{**GREEDY, "input_ids": input_ids, "max_tokens": 8, **more}]))
         )
         assert added["kvloom_prefix_tokens_queried_total"] == len(input_ids)
         return found(answers[0]), int(added["kvloom_prefix_tokens_hit_total"])
@@ -98,7 +98,7 @@ def test_flush_leaves_a_running_answer_alone(tiny, small, plain):
 
 def test_without_a_prefix_cache_nothing_is_found(tiny, plain):
     with tiny.client(plain) as client:
-        added = counted(plain, lambda: ask(client, [request(7)] * 3, at_once=1))
+        added = counted(plain, 3, lambda: ask(client, [request(7)] * 3, at_once=1))
         assert added["kvloom_prefix_tokens_hit_total"] == added["kvloom_prefix_tokens_queried_total"] == 0
         assert found(ask(client, [request(7)])[0]) == 0
         assert blocks(plain)["cached"] == 0
@@ -211,7 +211,7 @@ def test_half_the_pool_answers_everything(tiny, plain, swap_memory):
         _, expected = load(roomy, requests)
     with tiny.serve(kv_blocks=16 * 192 // BLOCK // 2, swap_memory=swap_memory) as server, tiny.client(server) as client:
         answers: list[Answer] = []
-        added = counted(server, lambda: answers.extend(load(client, requests)[1]))
+        added = counted(server, 16, lambda: answers.extend(load(client, requests)[1]))
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         mode = "recompute" if swap_memory == "0" else "swap"
         assert added[f'kvloom_preemptions_total{{mode="{mode}"}}'] > 0
@@ -286,7 +286,7 @@ def test_metrics_count_what_happened(tiny, small):
     requests = [request(70 + n, length=length, max_tokens=length // 2 + 1) for n, length in enumerate(lengths)]
     generated = sum(one["max_tokens"] for one in requests)
     with tiny.client(small) as client:
-        added = counted(small, lambda: ask(client, requests))
+        added = counted(small, len(requests), lambda: ask(client, requests))
     assert added['kvloom_requests_finished_total{reason="length"}'] == len(requests)
     assert added['kvloom_tokens_total{kind="prompt"}'] == sum(lengths)
     assert added['kvloom_tokens_total{kind="generated"}'] == generated

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -14,9 +15,9 @@ from kvloom.launch import Server
 from kvloom.repository import ModelRepository
 from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
 from kvloom_client.request import Place, build_control
-from server import assert_idle, metrics
+from server import assert_idle, eventually, metrics
 from tiny_models import EOS, make_sentencepiece_tiny
-from tiny_server import GREEDY, tokens
+from tiny_server import BLOCK, GREEDY, tokens
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +30,12 @@ def served(tiny):
 def client(tiny, served):
     with tiny.client(served) as client:
         yield client
-        assert conversations(served) == 0
+        expect_conversations(served, 0)
 
 
-def conversations(server):
-    time.sleep(0.3)
-    return metrics(server)["kvloom_conversations"]
+def expect_conversations(server, count):
+    """Waits until the metrics, which lag behind, say so."""
+    eventually(lambda: metrics(server)["kvloom_conversations"] == count)
 
 
 def fresh(client, ids, count=8):
@@ -57,7 +58,7 @@ def test_a_conversation(served, client, name):
         status = talk.status()
         assert (status["tokens"], status["dtype"], status["policy"], status["busy"]) == (85, "fp32", "full", False)
         assert status["blocks"] == 6
-        assert conversations(served) == 1
+        expect_conversations(served, 1)
     with pytest.raises(NotFound):
         talk.status()
     with pytest.raises(NotFound, match="START"):
@@ -197,13 +198,6 @@ def known_to_triton(client, name):
     raise AssertionError("there is a conversation")
 
 
-def eventually(check, within=5.0):
-    deadline = time.monotonic() + within
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_flags_on_control_requests(served, client):
     # no conversation: nothing is left open
     control(client, "c", "ping", start=True)
@@ -267,7 +261,11 @@ def left_open(client, names):
 
 def test_idle_conversations_expire(tiny):
     """H28: one clear error after the idle limit, never a hang; an answer on its way is not idle."""
-    with tiny.serve(conversation_idle_s=0.5) as server, tiny.client(server) as client:
+    with (
+        tiny.serve(conversation_idle_s=0.5, kv_blocks=8 * 4096 // BLOCK) as server,
+        tiny.client(server) as client,
+        ThreadPoolExecutor(7) as pool,
+    ):
         talk = client.conversation(7)
         first = talk.generate(input_ids=tokens(1, 5), max_tokens=4, **GREEDY)
         time.sleep(0.2)
@@ -279,12 +277,15 @@ def test_idle_conversations_expire(tiny):
         # the id is free: in Triton, too, and for a new conversation
         eventually(lambda: not known_to_triton(client, 7))
         begun = time.monotonic()
-        # log probabilities take their time
-        long = talk.generate(input_ids=tokens(4, 5), max_tokens=4000, logprobs=20, **GREEDY, timeout=120)
+        # eight rows with log probabilities take their time
+        slow = {"max_tokens": 4000, "logprobs": 20, **GREEDY, "timeout": 120}
+        others = [pool.submit(client.generate, input_ids=tokens(100 + n, 5), **slow) for n in range(7)]
+        long = talk.generate(input_ids=tokens(4, 5), **slow)
         assert time.monotonic() - begun > 0.5
         after = talk.generate(input_ids=tokens(5, 5), max_tokens=8, **GREEDY)
         assert after.token_ids == fresh(client, [*tokens(4, 5), *long.token_ids, *tokens(5, 5)])
         talk.end()
+        assert all(len(other.result().token_ids) == 4000 for other in others)
 
 
 def test_clients_that_die_without_an_end(tiny):
@@ -303,7 +304,7 @@ def test_clients_that_die_without_an_end(tiny):
                 survivor, tokens(2, 5)
             )
             assert time.monotonic() - begun < 5
-            assert conversations(server) == 4
+            expect_conversations(server, 4)
             busy = talk.stream(input_ids=tokens(2, 5), max_tokens=4000, timeout=60, **GREEDY)
             next(busy)
             with pytest.raises(Unavailable, match="^UNAVAILABLE: max_conversations: all 4 conversations are busy$"):
@@ -338,7 +339,7 @@ def test_conversations_survive_a_killed_server(tiny, tmp_path):
             with pytest.raises(TransportError):
                 list(stream)
     with tiny.serve(**settings) as server, tiny.client(server) as client:
-        eventually(lambda: conversations(server) == 2)
+        expect_conversations(server, 2)
         for name, history in histories.items():
             talk = client.conversation(name)
             talk.begun = True

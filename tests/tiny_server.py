@@ -1,6 +1,7 @@
 """Servers of a tiny random model: they start in seconds, and a step takes them milliseconds."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from kvloom.launch import Server
 from kvloom.repository import ModelRepository
 from kvloom_client import Answer, Client
-from server import assert_idle, metrics
+from server import assert_idle, eventually, metrics
 from tiny_models import make_tiny
 
 BLOCK = 16
@@ -91,10 +92,30 @@ def request(seed: int, length: int = 100, max_tokens: int = 8, **more: Any) -> d
     return {"input_ids": tokens(seed, length), "max_tokens": max_tokens, **GREEDY, **more}
 
 
-def counted(server: Server, act: Callable[[], Any]) -> Counter[str]:
-    """What ``act`` adds to an idle server's metrics."""
+def counted(server: Server, ends: int, act: Callable[[], Any]) -> Counter[str]:
+    """What ``act``, by whose end so many requests have ended, adds to an idle server's metrics."""
     assert_idle(server)
-    before = metrics(server)
+    before = settled(server)
+
+    def ended() -> bool:
+        # a scrape may see an update from before act(): idle, too
+        now = metrics(server)
+        return now["kvloom_e2e_seconds_count"] - before["kvloom_e2e_seconds_count"] == ends
+
     act()
+    eventually(ended)
     assert_idle(server)
-    return Counter({name: value - before.get(name, 0) for name, value in metrics(server).items()})
+    return Counter({name: value - before.get(name, 0) for name, value in settled(server).items()})
+
+
+def settled(server: Server) -> dict[str, float]:
+    """An idle server's metrics once all that happened is in them: histograms follow tens of thousands of steps late."""
+    seen: list[dict[str, float]] = [{}]
+
+    def still() -> bool:
+        time.sleep(0.5)
+        seen.append(metrics(server))
+        return seen[-1] == seen[-2]
+
+    eventually(still, within=30)
+    return seen[-1]

@@ -24,6 +24,7 @@ class Observations:
         """Note a value."""
         self._values.append((name, value))
 
-    def drain(self) -> list[tuple[Name, float]]:
-        """Take out what was noted so far, in order."""
-        return [self._values.popleft() for _ in range(len(self._values))]
+    def drain(self, most: int | None = None) -> list[tuple[Name, float]]:
+        """Take out the oldest so many of what was noted so far, in order; None: all."""
+        count = len(self._values) if most is None else min(most, len(self._values))
+        return [self._values.popleft() for _ in range(count)]

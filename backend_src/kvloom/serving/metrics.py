@@ -10,6 +10,9 @@ from kvloom.loop import Loop
 PERIOD_S = 0.2
 """Seconds between updates: an increment costs about 20 microseconds, too much for the loop's own thread."""
 
+OBSERVATIONS = 4000
+"""The most that an update copies, so that gauges stay new where a fast model makes more than can be copied at once."""
+
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
 _COUNTS = [2.0**power for power in range(14)]
 
@@ -86,12 +89,15 @@ class Metrics:
         self._families.clear()
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        pause = PERIOD_S
+        while not self._stop.wait(pause):
             stats = self._loop.stats
             if stats is not self._seen:
                 self._update(stats)
-            for name, value in self._loop.observations.drain():
+            observed = self._loop.observations.drain(OBSERVATIONS)
+            for name, value in observed:
                 self._metric(f"kvloom_{name}").observe(value)
+            pause = PERIOD_S if len(observed) < OBSERVATIONS else 0
 
     def _update(self, stats: Stats) -> None:
         seen, self._seen = self._seen, stats
