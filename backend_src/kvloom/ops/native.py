@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi")
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -121,25 +122,40 @@ def use_native(cache: Path, machine: str = "native") -> bool:
         return False
     path = cache / f"{_identity(compiler, machine)}.so"
     if not path.exists():
-        log.warning("building the CPU ops with %s, once; takes about 20 s", compiler)
+        log.warning("building the CPU ops with %s, once; takes about half a minute", compiler)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "ops.so"
-            command = [
-                compiler,
-                *FLAGS,
-                f"-march={machine}",
-                *map(str, sorted(SOURCES.glob("*.cpp"))),
-                "-o",
-                str(built),
-            ]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                log.warning("building the CPU ops failed, they run in plain torch:\n%s", result.stderr[-2000:])
+            try:
+                _build(compiler, machine, built)
+            except subprocess.CalledProcessError as error:
+                log.warning("building the CPU ops failed, they run in plain torch:\n%s", error.stderr[-2000:])
                 return False
             os.replace(built, path)
     _library = Library(path)
     return True
+
+
+def _build(compiler: str, machine: str, built: Path) -> None:
+    """Compile the sources side by side, and link them.
+
+    Raises:
+        CalledProcessError: the compiler's.
+    """
+
+    def compile_one(source: Path) -> str:
+        part = str(built.with_name(f"{source.stem}.o"))
+        command = [compiler, *FLAGS, f"-march={machine}", "-c", str(source), "-o", part]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        return part
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True)))
+    subprocess.run([compiler, *FLAGS, "-shared", *parts, "-o", str(built)], capture_output=True, text=True, check=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def find_compiler() -> str | None:
