@@ -157,7 +157,7 @@ def assert_h39(seen: Seen, users: int, paused: list[float], took: float, plan: P
 
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
     plan = Plan(seconds=12, answer_timeout=3, stop_timeout=5)
-    with paced(tmp_path / "log", 30, 0.05, 0.05) as server:
+    with paced(tmp_path / "log", 10, 0.15, 0.15) as server:
         begin = time.monotonic()
         paused = pause(server.process.send_signal, after=5, length=3.5)
         seen = run_locust(server.url, plan, users=50)

@@ -285,7 +285,9 @@ def test_a_full_queue_is_no_dead_server(serving):
     group = child(serving.process).group
     refused = 0
     with Client(serving.url) as client:
-        streams = [client.stream(input_ids=[5], max_tokens=4000, ignore_eos=True) for _ in range(24)]
+        # long answers in few messages: the queue stays full, and the server has time to refuse
+        long = {"input_ids": [5], "max_tokens": 4000, "ignore_eos": True, "logprobs": 20, "stream_interval_ms": 500}
+        streams = [client.stream(**long) for _ in range(24)]
         end = time.monotonic() + STUCK_S + 2
         while time.monotonic() < end:
             assert health(serving.health) == 200

@@ -19,8 +19,9 @@ from kvloom.serving.control import act, read_control
 from kvloom.serving.fields import FORWARDED, SELF_CALL, prompt_kind, read, returned
 from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
+from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.sender import CancelWatcher, Sender
-from kvloom.serving.stream import Outboxes, ResponseStream, fail
+from kvloom.serving.stream import ResponseStream, fail
 from kvloom.serving.wire import decode, encoder
 from kvloom.turns import Turns
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class LlmModel:
-    """What Triton calls. ``execute`` only enqueues; answers go out through the outboxes as they come."""
+    """What Triton calls. ``execute`` only enqueues; answers go out through ``Senders`` as they come."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
@@ -42,7 +43,7 @@ class LlmModel:
             self._link.stop()
             log.error("%s", error)
             raise pb_utils.TritonModelException(str(error)) from error
-        self._outboxes = Outboxes()
+        self._senders = Senders()
         self._watcher = CancelWatcher()
         self._admin_token = settings.admin_token
         self._metrics = Metrics(self._loop)
@@ -51,7 +52,7 @@ class LlmModel:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         for request in requests:
             parameters = json.loads(request.parameters() or "{}")
-            sender, outbox = Sender(request, errors_as_data=FORWARDED in parameters), self._outboxes.take()
+            sender, outbox = Sender(request, errors_as_data=FORWARDED in parameters), self._senders.outbox()
             error: RequestError
             try:
                 self._submit(request, parameters, sender, outbox)
@@ -72,7 +73,7 @@ class LlmModel:
         self._watcher.stop()
         self._link.stop()
         self._loop.stop()
-        self._outboxes.stop()
+        self._senders.stop()
         # what a cycle of references still holds of Triton's must not be freed after its stub
         gc.collect()
 
@@ -83,7 +84,7 @@ class LlmModel:
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
         self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
-    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Any) -> None:
+    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Outbox) -> None:
         inputs = read(request)
         kind = prompt_kind(inputs)
         conversation = request.correlation_id()

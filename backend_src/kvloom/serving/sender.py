@@ -24,6 +24,7 @@ class Sender:
 
     Attributes:
         closed: the final mark was sent.
+        left: the client was seen to be gone.
     """
 
     def __init__(self, request: Any, errors_as_data: bool = False):
@@ -34,7 +35,7 @@ class Sender:
             errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
                 model calls another, Triton loses an error that comes after a response, and its final mark with it.
         """
-        self.closed = False
+        self.closed = self.left = False
         self._errors_as_data = errors_as_data
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
@@ -58,7 +59,8 @@ class Sender:
     def cancelled(self) -> bool:
         """Whether the client left; False once the answer is over."""
         with self._lock:
-            return not self.closed and self._sender.is_cancelled()
+            self.left = not self.closed and self._sender.is_cancelled()
+        return self.left
 
     def _send(self, response: Any, final: bool) -> None:
         with self._lock:

@@ -1,8 +1,6 @@
-"""An answer's way from the loop to its client: merged where responses are wanted less often, sent by a few threads."""
+"""An answer's way from the loop to its client: merged where responses are wanted less often."""
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,25 +9,20 @@ import triton_python_backend_utils as pb_utils
 
 from kvloom.errors import Internal, RequestError
 from kvloom.request import Delta
+from kvloom.serving.outbox import Outbox
 from kvloom.serving.sender import Sender
 
 log = logging.getLogger(__name__)
-
-SENDERS = 4
-"""Sending blocks for about 100 microseconds with the GIL released: a few threads keep up with a busy step."""
-
-Outbox = queue.SimpleQueue[tuple[Sender, Callable[[], None]] | None]
-"""What a sender thread still has to send, and to whom."""
 
 
 class ResponseStream:
     """An engine's sink that sends an answer to its client.
 
-    Calling it (from the loop's thread) only queues; a sender thread does the work.
+    Calling it (from the loop's thread) only queues; a thread of ``Senders`` does the work.
 
     Args:
         sender: of the request.
-        outbox: whose thread sends.
+        outbox: the request's own.
         encode: makes a response's tensors from a delta.
         interval_s: least time between responses; infinite for an answer that is sent whole.
     """
@@ -48,8 +41,7 @@ class ResponseStream:
         if delta.error is not None:
             if self._held and self._interval_s < float("inf"):
                 self._send_held()
-            error = str(delta.error)
-            self._outbox.put((self._sender, lambda: self._sender.fail(error)))
+            fail(self._outbox, self._sender, delta.error)
             return
         self._held.append(delta)
         now = time.monotonic() if self._interval_s else 0.0
@@ -60,7 +52,12 @@ class ResponseStream:
     def _send_held(self) -> None:
         merged = _merge(self._held)
         self._held = []
-        self._outbox.put((self._sender, lambda: self._sender.send(self._encode(merged), merged.final)))
+
+        def send() -> None:
+            if merged.final or not self._sender.left:
+                self._sender.send(self._encode(merged), merged.final)
+
+        self._outbox.put(lambda: _guarded(self._sender, send))
 
 
 def _merge(deltas: list[Delta]) -> Delta:
@@ -74,47 +71,19 @@ def _merge(deltas: list[Delta]) -> Delta:
     )
 
 
-class Outboxes:
-    """A few threads that send; an answer stays with one of them, so that its responses keep their order."""
-
-    def __init__(self) -> None:
-        self._outboxes: list[Outbox] = [queue.SimpleQueue() for _ in range(SENDERS)]
-        self._threads = [
-            threading.Thread(target=_send_all, args=(outbox,), name=f"kvloom-sender-{i}", daemon=True)
-            for i, outbox in enumerate(self._outboxes)
-        ]
-        self._taken = 0
-        for thread in self._threads:
-            thread.start()
-
-    def take(self) -> Outbox:
-        """An outbox for a new answer."""
-        self._taken += 1
-        return self._outboxes[self._taken % SENDERS]
-
-    def stop(self) -> None:
-        """Send what is queued, then end the threads."""
-        for outbox in self._outboxes:
-            outbox.put(None)
-        for thread in self._threads:
-            thread.join()
-
-
 def fail(outbox: Outbox, sender: Sender, error: RequestError) -> None:
     """End a request that has no stream."""
     text = str(error)
-    outbox.put((sender, lambda: sender.fail(text)))
+    outbox.put(lambda: _guarded(sender, lambda: sender.fail(text)))
 
 
-def _send_all(outbox: Outbox) -> None:
-    while (item := outbox.get()) is not None:
-        sender, send = item
-        try:
-            send()
-        except pb_utils.TritonModelException:
-            # the connection broke; Triton marks the request as cancelled and the watcher ends its work
-            log.exception("a response could not be sent")
-        except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
-            log.exception("a response could not be made")
-            if not sender.closed:
-                sender.fail(str(Internal(f"a response could not be made: {error}")))
+def _guarded(sender: Sender, send: Callable[[], None]) -> None:
+    try:
+        send()
+    except pb_utils.TritonModelException:
+        # the connection broke; Triton marks the request as cancelled and the watcher ends its work
+        log.exception("a response could not be sent")
+    except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
+        log.exception("a response could not be made")
+        if not sender.closed:
+            sender.fail(str(Internal(f"a response could not be made: {error}")))
