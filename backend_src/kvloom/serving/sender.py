@@ -1,11 +1,16 @@
 """Triton's response sender, made safe, and the thread that notices who left. Knows nothing of the engine."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+from kvloom.faults import logged
+
+log = logging.getLogger(__name__)
 
 ERROR = "error"
 """The finish_reason of an error that is sent as data."""
@@ -18,7 +23,7 @@ CANCEL_POLL_S = 0.1
 
 
 class Sender:
-    """Sends one request's responses and exactly one final mark.
+    """Sends one request's responses and exactly one final mark; what follows it goes nowhere.
 
     Triton dies when is_cancelled() runs during or after the final send, so both take one lock.
 
@@ -35,6 +40,7 @@ class Sender:
                 model calls another, Triton loses an error that comes after a response, and its final mark with it.
         """
         self.closed = False
+        self._given_up = False
         self._errors_as_data = errors_as_data
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
@@ -55,13 +61,20 @@ class Sender:
         else:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
+    def give_up(self, text: str) -> None:
+        """Send an error as the final response, though more of the answer may be on its way."""
+        self._given_up = True
+        self.fail(text)
+
     def cancelled(self) -> bool:
-        """Whether the client left; False once the answer is over."""
+        """Whether nobody waits for what is on its way: the client left, or was given up; False once all has come."""
         with self._lock:
-            return not self.closed and self._sender.is_cancelled()
+            return self._given_up or (not self.closed and self._sender.is_cancelled())
 
     def _send(self, response: Any, final: bool) -> None:
         with self._lock:
+            if self.closed:
+                return
             self.closed = final
             self._sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
@@ -77,7 +90,7 @@ class CancelWatcher:
         self._thread.start()
 
     def watch(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
-        """Call ``on_cancel`` once if the client leaves before the answer is over; it must not block."""
+        """Call ``on_cancel`` once if nobody waits any more before the answer is over; it must not block."""
         with self._lock:
             self._watched[sender] = on_cancel
 
@@ -91,12 +104,16 @@ class CancelWatcher:
             with self._lock:
                 watched = list(self._watched.items())
             for sender, on_cancel in watched:
-                left = sender.cancelled()
-                if left:
-                    on_cancel()
-                if left or sender.closed:
-                    with self._lock:
-                        self._watched.pop(sender, None)
+                with logged(log, "who has left could not be taken notice of"):
+                    self._look_at(sender, on_cancel)
+
+    def _look_at(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
+        left = sender.cancelled()
+        if left or sender.closed:
+            with self._lock:
+                self._watched.pop(sender, None)
+        if left:
+            on_cancel()
 
 
 def string(name: str, text: str) -> Any:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from kvloom.errors import Internal, RequestError
+from kvloom.faults import logged
 from kvloom.request import Delta
 from kvloom.serving.sender import Sender
 
@@ -111,10 +110,8 @@ def _send_all(outbox: Outbox) -> None:
         sender, send = item
         try:
             send()
-        except pb_utils.TritonModelException:
-            # the connection broke; Triton marks the request as cancelled and the watcher ends its work
-            log.exception("a response could not be sent")
         except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
-            log.exception("a response could not be made")
-            if not sender.closed:
-                sender.fail(str(Internal(f"a response could not be made: {error}")))
+            log.exception("a response could not be sent")
+            # the watcher ends the work on what is left of it; where the connection broke, this does not arrive either
+            with logged(log, "a client could not be told of it"):
+                sender.give_up(str(Internal(f"a response could not be sent: {error}")))
