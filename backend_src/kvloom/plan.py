@@ -18,7 +18,7 @@ HEADROOM_SHARE = 0.1
 
 LEAST_HEADROOM = 192 * 2**20
 """Bytes it leaves alone at least: with the default model the tokenizer, the imports that it brings and what the
-allocator keeps come to 80 to 120 MiB."""
+allocator keeps come to 55 to 75 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
