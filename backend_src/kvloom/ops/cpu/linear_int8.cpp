@@ -42,12 +42,14 @@ void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uin
 // others when it is done.
 class Runs {
    public:
-    Runs(const Tiles& tiles, int64_t inputs, const uint8_t* packed, int64_t outputs)
-        : threads(omp_get_max_threads()), tiles(tiles), groups(inputs / GROUP), packed(packed),
-          panels((outputs + PANEL - 1) / PANEL), taken(threads) {
-        const int64_t together = panels >= 4 * threads ? CACHED / (inputs * TILE) + 1 : ROWS / TILE;
-        passes = (tiles.count + together - 1) / together;
-    }
+    Runs(const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t outputs)
+        : threads(omp_get_max_threads()),
+          tiles(tiles),
+          groups(groups),
+          packed(packed),
+          panels((outputs + PANEL - 1) / PANEL),
+          passes((tiles.count + TOGETHER - 1) / TOGETHER),
+          taken(threads) {}
 
     // Calls work(panel, tile, ahead) for some of them, in every thread of a parallel region.
     template <typename F>
@@ -56,13 +58,19 @@ class Runs {
         for (int64_t turn = 0; turn < threads; turn++) {
             const int64_t owner = (omp_get_thread_num() + turn) % threads;
             const int64_t start = tasks * owner / threads, stop = tasks * (owner + 1) / threads;
-            for (int64_t task; (task = start + taken[owner]++) < stop;) run(task, task + 1 < stop, work);
+            for (int64_t task; (task = start + taken[owner].count++) < stop;) run(task, task + 1 < stop, work);
         }
     }
 
     const int64_t threads;
 
    private:
+    static constexpr int64_t TOGETHER = ROWS / TILE;  // tiles per pass over the panels
+
+    struct alignas(64) Taken {  // in a cache line of its own
+        std::atomic<int64_t> count{0};
+    };
+
     template <typename F>
     void run(int64_t task, bool has_next, F&& work) const {
         const int64_t bytes = panel_bytes(groups), pass = task / panels;
@@ -80,8 +88,8 @@ class Runs {
     const int64_t groups;
     const uint8_t* packed;
     const int64_t panels;
-    int64_t passes;  // of some tiles each over all panels
-    std::vector<std::atomic<int64_t>> taken;  // of each thread's run
+    const int64_t passes;
+    std::vector<Taken> taken;  // of each thread's run
 };
 
 template <typename T, typename O>
@@ -89,7 +97,7 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
     const int64_t groups = inputs / GROUP;
     const Tiles tiles(rows);
     Int8Rows rounded(tiles, groups);
-    Runs runs(tiles, inputs, packed, outputs);
+    Runs runs(tiles, groups, packed, outputs);
     const auto round = [&](int64_t row) { rounded.fill(row, x + row * width, width); };
     const auto multiply = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes(groups);
