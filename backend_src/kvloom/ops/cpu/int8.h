@@ -122,7 +122,8 @@ class Int8Rows {
     void fill(int64_t row, const T* x, int64_t width) {
         const int64_t tile = tiles.of(row), first = tiles.first(tile), size = tiles.size(tile);
         int64_t place = first * groups + row - first, g = 0;
-        for (; g < width / GROUP; g++, place += size) factors[place] = quantize(x + g * GROUP, &integers[place * GROUP]);
+        for (; g < width / GROUP; g++, place += size)
+            factors[place] = quantize(x + g * GROUP, &integers[place * GROUP]);
         if (g == groups) return;
         T last[GROUP] = {};
         std::copy(x + g * GROUP, x + width, last);
