@@ -1,6 +1,7 @@
 // Rows of a table, residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
 #include <cmath>
 
+#include "activation.h"
 #include "common.h"
 #include "replay.h"
 
@@ -87,12 +88,7 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
         const T* up = gate + width;
         T* o = out + r * width;
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const floats g = load(gate + i);
-            floats minus = floats{} - g;
-            minus = minus > 88.0f ? floats{} + 88.0f : minus;
-            store(o + i, g / (exp_of(minus) + 1.0f) * load(up + i));
-        }
+        for (; i + LANES <= width; i += LANES) store(o + i, silu_mul_of<T>(load(gate + i), load(up + i)));
         for (; i < width; i++) {
             const float g = widen(gate[i]);
             narrow(o + i, g / (std::exp(-g) + 1.0f) * widen(up[i]));
