@@ -296,12 +296,12 @@ def test_rope_kv_write(dtype):
 def test_add_rms_norm(dtype, hidden):
     residual, update = torch.randn(5, hidden) * 30, torch.randn(5, hidden).to(dtype)
     weight = torch.randn(hidden).to(dtype)
-    normed, total = add_rms_norm(residual.clone(), update, weight, 1e-5)
+    normed, total = add_rms_norm(residual, update, weight, 1e-5)
     expected = residual.double() + update.double()
     close(total, expected, torch.float32)
     close(normed, expected / (expected.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)
     assert normed.dtype == dtype
-    first, unchanged = add_rms_norm(residual.clone(), None, weight, 1e-5)
+    first, unchanged = add_rms_norm(residual, None, weight, 1e-5)
     assert torch.equal(unchanged, residual)
     alone = residual.double()
     close(first, alone / (alone.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)

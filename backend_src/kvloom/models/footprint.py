@@ -133,7 +133,7 @@ def recorded_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, rows: int)
     # queries, and the last layer's beside its attention; then queries, attention, and the last layer's attention
     attention = 3 * heads_out
     mlp = _mlp_numbers(spec, weights)
-    # the residual, that of the last layer, logits; the likeliest token, and whether it is one
+    # the residual before and after an addition, logits; the likeliest token, and whether it is one
     in_full = (2 * spec.hidden_size + spec.vocab_size) * torch.float32.itemsize + torch.int64.itemsize + 1
     return rows * ((hidden + qkv + attention + mlp) * dtype.itemsize + in_full)
 

@@ -16,8 +16,7 @@ def add_rms_norm(
     """Add a layer's output to the residual stream and normalize the sum (Zhang and Sennrich, 2019).
 
     Args:
-        residual: fp32 [T, hidden]. On a CPU the sum takes its place where there are no ``rows``: go on with what is
-            returned.
+        residual: fp32 [T, hidden].
         update: [T, hidden] of any float dtype, or None where there is nothing to add yet.
         weight: [hidden]; its dtype is that of the normalized result.
         eps: added to the mean of squares.
@@ -33,9 +32,7 @@ def add_rms_norm(
     lib = library(residual, weight) if update is None else library(residual, weight, update)
     if lib is not None:
         count, width = residual.shape[0] if rows is None else rows.shape[0], residual.shape[1]
-        # a third less memory to go through than with the sum beside it
-        total = residual if rows is None else empty(count, width, dtype=residual.dtype)
-        normed = empty(count, width, dtype=weight.dtype)
+        total, normed = empty(count, width, dtype=residual.dtype), empty(count, width, dtype=weight.dtype)
         lib.kvloom_add_rms_norm(
             residual.data_ptr(),
             None if update is None else update.data_ptr(),

@@ -132,7 +132,7 @@ extern "C" void kvloom_rows(const void* table, int is_bf16, const int64_t* ids, 
 }
 REPLAYED(kvloom_rows)
 
-// Of the `count` rows that `rows` names, or, where it is null, of the first; then the sum may take the residual's place.
+// Of the `count` rows that `rows` names, or, where it is null, of the first.
 extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
                                     int weight_bf16, float eps, const int64_t* rows, int64_t count, int64_t width,
                                     float* sum, void* normed) {
