@@ -174,8 +174,8 @@ static inline void score(const uint32_t* queries, const uint32_t* keys, float* s
         for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, sums[r][v]);
 }
 
-// R rows of sums [R][D], times `shrink` each, += weights [R][TILE / SIZE] times packed values of n keys, in the C vectors
-// from `column` on.
+// R rows of sums [R][D], times `shrink` each, += weights [R][TILE / SIZE] times packed values of n keys, in the C
+// vectors from `column` on.
 template <typename M, int R, int C, int D>
 void mix(const uint32_t* weights, const uint32_t* values, int n, int column, const float* shrink, float* sums) {
     floats x[R][C];
@@ -225,7 +225,7 @@ struct State {
 };
 
 // R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys, zeros up
-// to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` (LANES numbers).
+// to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` [LANES].
 template <typename M, int R>
 __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, float scale, const State& state,
                                 typename M::number* weights, float* shrink) {
