@@ -11,8 +11,8 @@ from kvloom.ops.gpu import linear_kernels as kernels
 from kvloom.ops.gpu.attention_parts import multiprocessors
 from kvloom.ops.gpu.linear_splits import COLUMNS, MOST_ROWS, split_count
 
-_MOST_ROWS_WITH_MINIMA = 32
-"""With minima, for whose sums there are no registers beside those of more rows."""
+_MOST_WITH_MINIMA = 1024
+"""Rows times the words of a row of weights: with minima there are no registers for the sums of more."""
 
 _SUM_BLOCK = 1024
 
@@ -66,7 +66,8 @@ class QuantizedLinear:
             parts = torch.empty(split, rows, self.out_features, dtype=torch.float32, device=x.device)
         backend = _backend()
         # AMD's matrix instructions take no fewer than 16
-        least, most = 8 if backend == "cuda" else 16, _MOST_ROWS_WITH_MINIMA if self._minima else MOST_ROWS
+        least = 8 if backend == "cuda" else 16
+        most = _MOST_WITH_MINIMA // self._words.shape[2] if self._minima else MOST_ROWS
         tile = min(max(triton.next_power_of_2(rows), least), most)
         grid = (triton.cdiv(self.out_features, COLUMNS), split, triton.cdiv(rows, tile))
         kernels.quantized_product[grid](
@@ -162,7 +163,7 @@ def _stages(backend: str, tile: int) -> int:
 
 def _warps(tile: int, width: int) -> int:
     """As few as have the registers: what a warp does for each row of weights is done for more columns at once."""
-    return 2 if tile * width <= 512 else 4 if tile * width <= 1024 else 8
+    return 2 if tile * width <= 512 else 4 if tile <= 32 else 8
 
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
