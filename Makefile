@@ -44,4 +44,4 @@ test-all: setup lint
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build client/build client/*.egg-info backend_src/*.egg-info
