@@ -18,7 +18,7 @@ serve: setup
 	$(BIN)/kvloom serve
 
 load: setup
-	$(BIN)/python load/run.py run
+	$(BIN)/python load/run.py run --name load
 
 bench: setup
 	$(BIN)/python load/benchmark.py run

@@ -32,7 +32,7 @@ from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom_load.machine import cpu
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 REPORTS = Path("build/reports")
 RESULTS = Path(__file__).parent / "results"

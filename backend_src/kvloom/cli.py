@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help breaks lines oddly and shows flags as if they took a value
     context_settings={"max_content_width": 100},
 )
 
