@@ -9,7 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typer.testing import CliRunner
 
+from kvloom.cli import app
 from kvloom_client import AsyncClient, Client, InvalidArgument, NotFound, UnknownSequence
 from server import assert_idle
 from tiny_server import GREEDY, tokens
@@ -150,13 +152,12 @@ def test_an_op_about_a_conversation_needs_its_id(client):
             client.control(op)
 
 
-def control(server, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [KVLOOM, "control", *arguments, "--url", server.grpc_url], capture_output=True, text=True, timeout=120
-    )
+def control(server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
+    command = [KVLOOM, "control", *arguments, "--url", server.grpc_url]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
 
 
-def test_the_control_command(server, client):
+def test_the_control_command(server, client, tmp_path):
     ping = json.loads(control(server, "ping").stdout)
     assert (ping["op"], ping["ok"], ping["draining"]) == ("ping", True, False)
     with client.conversation(7) as number, client.conversation("7") as text:
@@ -167,9 +168,28 @@ def test_the_control_command(server, client):
         again = control(server, "end", "7", "--text-id")
         assert (again.returncode, again.stderr) == (1, "kvloom: NOT_FOUND: conversation 7: unknown\n")
         assert number.status()["tokens"] == 9 + 6
-    refused = control(server, "drain", "--admin-token=wrong", "--timeout-s=1")
-    assert refused.returncode == 1
-    assert "INVALID_ARG: admin_token: is not this server's" in refused.stderr
+    token = tmp_path / "token"
+    token.write_text("wrong\n")
+    for refused in (
+        control(server, "drain", f"--admin-token-file={token}", "--timeout-s=1"),
+        control(server, "drain", "--admin-token-file=-", stdin="wrong\n"),
+    ):
+        assert refused.returncode == 1
+        assert "INVALID_ARG: admin_token: is not this server's" in refused.stderr
+    missing = control(server, "drain", f"--admin-token-file={tmp_path / 'none'}")
+    assert missing.returncode == 2
+    assert "--admin-token-file" in missing.stderr
+
+
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_a_token_is_read_from_a_file_or_stdin(monkeypatch, tmp_path, from_stdin):
+    asked = []
+    monkeypatch.setattr(Client, "control", lambda self, *args, **fields: asked.append((args, fields)))
+    token = tmp_path / "token"
+    token.write_text("let me\n")
+    path = "-" if from_stdin else str(token)
+    done = CliRunner().invoke(app, ["control", "drain", f"--admin-token-file={path}"], input="let me\n")
+    assert (done.exit_code, asked) == (0, [(("drain", None), {"admin_token": "let me"})])
 
 
 def test_who_asks_nowhere_is_told_what_to_do():

@@ -212,26 +212,26 @@ def turns_async(url: str, count: int) -> list[str]:
     return asyncio.run(ask())
 
 
-def three_turns_sync(url: str, timeout: float) -> KvloomClientError:
-    """The second turn's error."""
+def three_turns_sync(url: str, timeout: float, last: bool) -> KvloomClientError:
+    """The second turn's error; ``last``: it was to end the conversation."""
     with Client(url) as client:
         talk = client.conversation(7)
         talk.generate(text_input="a", timeout=30)
         with pytest.raises(KvloomClientError) as caught:
-            talk.generate(text_input="b", timeout=timeout)
+            talk.generate(text_input="b", timeout=timeout, last=last)
         talk.generate(text_input="c", timeout=30)
         return caught.value
 
 
-def three_turns_async(url: str, timeout: float) -> KvloomClientError:
-    """The second turn's error."""
+def three_turns_async(url: str, timeout: float, last: bool) -> KvloomClientError:
+    """The second turn's error; ``last``: it was to end the conversation."""
 
     async def ask():
         async with AsyncClient(url) as client:
             talk = client.conversation(7)
             await talk.generate(text_input="a", timeout=30)
             with pytest.raises(KvloomClientError) as caught:
-                await talk.generate(text_input="b", timeout=timeout)
+                await talk.generate(text_input="b", timeout=timeout, last=last)
             await talk.generate(text_input="c", timeout=30)
             return caught.value
 
@@ -284,10 +284,11 @@ def test_a_conversation_that_begins_is_not_opened(turns):
 
 
 @pytest.mark.parametrize("three_turns", [three_turns_sync, three_turns_async], ids=["sync", "async"])
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("opening", "kind", "timeout"), [(BUSY, Unavailable, 30), (NEVER, AnswerTimeout, 0.5)])
-def test_an_opening_that_fails_says_nothing_of_the_conversation(three_turns, opening, kind, timeout):
+def test_an_opening_that_fails_says_nothing_of_the_conversation(three_turns, opening, kind, timeout, last):
     with Scripted(["a"], LOST_BY_TRITON, opening, ["c"]) as server:
-        assert type(three_turns(server.url, timeout)) is kind
+        assert type(three_turns(server.url, timeout, last)) is kind
         # a start would make the server forget what it may well have
         assert place(server.requests[-1]) == (7, False, False)
 
@@ -303,7 +304,7 @@ def test_a_cancel_ends_the_wait_for_an_opening():
     with Scripted(["a"], LOST_BY_TRITON, NEVER) as server, Client(server.url) as client:
         talk = client.conversation(7)
         talk.generate(text_input="a")
-        stream = talk.stream(text_input="b")
+        stream = talk.stream(text_input="b", last=True)
         chunks = []
         reader = threading.Thread(target=lambda: chunks.append(list(stream)), daemon=True)
         reader.start()
@@ -312,6 +313,7 @@ def test_a_cancel_ends_the_wait_for_an_opening():
         reader.join(10)
         assert chunks == [[]]
         assert stream.cancelled
+        assert talk.begun  # nobody has ended it
 
 
 def test_a_cancel_ends_the_wait_for_an_opening_async():
@@ -319,7 +321,7 @@ def test_a_cancel_ends_the_wait_for_an_opening_async():
         async with AsyncClient(server.url) as client:
             talk = client.conversation(7)
             await talk.generate(text_input="a")
-            stream = talk.stream(text_input="b")
+            stream = talk.stream(text_input="b", last=True)
 
             async def read():
                 return [chunk async for chunk in stream]
@@ -329,6 +331,39 @@ def test_a_cancel_ends_the_wait_for_an_opening_async():
             stream.cancel()
             assert await asyncio.wait_for(reader, 10) == []
             assert stream.cancelled
+            assert talk.begun
 
     with Scripted(["a"], LOST_BY_TRITON, NEVER) as server:
         asyncio.run(ask(server))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_last_turn_that_is_not_sent_ends_nothing(begun):
+    with Client("127.0.0.1:1") as client:
+        talk = client.conversation(7)
+        talk.begun = begun
+        with pytest.raises(ConnectionFailed):
+            talk.generate(text_input="a", last=True, timeout=30)
+        assert talk.begun == begun
+
+
+def test_a_last_turn_that_is_not_sent_ends_nothing_async():
+    async def ask():
+        async with AsyncClient("127.0.0.1:1") as client:
+            talk = client.conversation(7)
+            talk.begun = True
+            with pytest.raises(ConnectionFailed):
+                await talk.generate(text_input="a", last=True, timeout=30)
+            assert talk.begun
+
+    asyncio.run(ask())
+
+
+def test_a_last_turn_after_an_opening_is_the_last():
+    with Scripted(["a"], LOST_BY_TRITON, STATUS, ["b"], ["c"]) as server, Client(server.url) as client:
+        talk = client.conversation(7)
+        talk.generate(text_input="a", timeout=30)
+        talk.generate(text_input="b", timeout=30, last=True)
+        assert not talk.begun
+        talk.generate(text_input="c", timeout=30)
+        assert [place(request) for request in server.requests[3:]] == [(7, False, True), (7, True, False)]

@@ -16,6 +16,7 @@ from kvloom.models.footprint import recorded_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
+from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.native import library, stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.recording import Recorder, Recording
@@ -147,7 +148,8 @@ def test_memory_is_what_was_planned(tmp_path, weights, hidden):
     for _ in range(5):
         driver.submit([5, 6, 7], max_tokens=6)
     driver.run()
-    planned = recorded_bytes(open_model(model).spec, torch.float32 if weights == "fp32" else torch.bfloat16, 5)
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    planned = recorded_bytes(open_model(model).spec, weights, dtype, 5)
     real = steps_of(driver)._recorder.nbytes
     # results of the same size share memory: queries and what is as wide as they are, where the hidden size is
     assert real == planned if hidden == 160 else 0.7 * planned < real <= planned
@@ -160,11 +162,11 @@ def test_a_step_that_fails_leaves_no_trace(folder, compared, monkeypatch, when):
     driver = Driver(folder)
     if when == "replayed":
         driver.answer([5, 6, 7], max_tokens=8)
-    broken = {"recorded": (decoder, "silu_mul"), "replayed": (decode_steps.DecodeInputs, "fill")}[when]
+    broken = {"recorded": (decoder, "paged_attention"), "replayed": (decode_steps.DecodeInputs, "fill")}[when]
     _, answer = driver.submit([5, 6, 7], max_tokens=8)
     driver.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(*broken, lambda *_: 1 / 0)
+        patch.setattr(*broken, lambda *_, **__: 1 / 0)
         driver.engine.step()
     assert "division by zero" in str(answer.error)
     assert native._thread.recorder is None
@@ -174,7 +176,7 @@ def test_a_step_that_fails_leaves_no_trace(folder, compared, monkeypatch, when):
 
 def test_what_torch_computes_is_not_replayed(folder, monkeypatch, caplog):
     expected = Driver(folder).answer([5, 6, 7], max_tokens=8).ids
-    monkeypatch.setattr(decoder, "silu_mul", lambda x: silu_mul(x) * 1)
+    monkeypatch.setattr(decoder, "rope_kv_write", lambda *qkv: rope_kv_write(*qkv) * 1)
     driver = Driver(folder)
     assert driver.answer([5, 6, 7], max_tokens=8).ids == expected
     assert not steps_of(driver)._recordings
@@ -189,7 +191,9 @@ def test_what_was_recorded_is_not_replayed_once_its_memory_is_gone(folder, monke
         return [ids, *(answer.ids for answer in both), driver.answer([5, 6, 7], max_tokens=8).ids]
 
     expected = answers(Driver(folder))
-    monkeypatch.setattr(decoder, "silu_mul", lambda x: silu_mul(x) * 1 if len(x) > 1 else silu_mul(x))
+    monkeypatch.setattr(
+        decoder, "rope_kv_write", lambda *qkv: rope_kv_write(*qkv) * 1 if len(qkv[0]) > 1 else rope_kv_write(*qkv)
+    )
     replays, replay = [], Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda recording: replays.append(recording) or replay(recording))
     driver = Driver(folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvloom.fetch import cache_folder
-from kvloom.ops.linear import Weight, concat_rows, pack_linear, pack_rows, pack_tied_linear
+from kvloom.ops.linear import Weight, concat_rows, pack_gated_linear, pack_linear, pack_rows, pack_tied_linear
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
@@ -86,6 +86,49 @@ def test_products(form, kind, dtype, rows, width):
     for count in (*range(1, 15), 17, 32, 97, 144, 145):
         assert torch.equal(linear(x[:count].contiguous()), whole[:count]), count
     assert torch.equal(linear(x[100:101].contiguous()), whole[100:101])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(48, 192), (17, 33), (1, 6)])
+def test_gated_products(form, kind, dtype, rows, width):
+    gate, up = make(kind, rows, width), make(kind, rows, width)
+    x = torch.randn(150, width).to(dtype)
+    x[3] = 0.0
+    gated = pack_gated_linear(concat_rows([gate[0], up[0]]), dtype)
+    whole = gated(x)
+    assert (whole.dtype, whole.shape) == (dtype, (150, rows))
+    inputs = rounded(x) if kind == "w8a8" and form != "torch" else x.double()
+    gates, ups = inputs @ gate[1].T, inputs @ up[1].T
+    expected = gates / (1 + (-gates).exp()) * ups
+    if kind in ("fp32", "bf16") and form != "torch":
+        # rounded once, at the end; beside it the errors of sums, which are in fp32 whatever the weights are
+        sums = 2e-6 * (gates.abs().max() * ups.abs() + gates.abs() * ups.abs().max())
+        error = (whole.double() - expected).abs()
+        assert (error <= sums + ROUNDING[dtype] * expected.abs()).all()
+    # gate and up are rounded, too
+    tolerance = 4 * ROUNDING[dtype] * (4 if form == "torch" else 1) + 2e-3 * (kind == "w8a8")
+    assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    assert (whole[3] == 0).all()
+    for count in (*range(1, 15), 17, 32, 97, 144, 145):
+        assert torch.equal(gated(x[:count].contiguous()), whole[:count]), count
+    assert torch.equal(gated(x[100:101].contiguous()), whole[100:101])
+
+
+@pytest.mark.parametrize("form", ["C++", "C++ for AVX2"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_that_are_far_out(form, dtype):
+    """Closed and open ones, at which e^-gate leaves the range of fp32; what is not finite stays in its row."""
+    gates = torch.tensor([-1e6, -1e4, -200, -88, -30, -1, 0, 1, 30, 88, 200, 1e4, 1e6])
+    weight = torch.ones(40, 1)
+    x = gates[:, None].to(dtype)
+    gated = pack_gated_linear(torch.cat([weight, weight / 2**10]).to(dtype), dtype)
+    y = gated(x).double()
+    expected = x.double() / (1 + (-x.double()).exp()) * x.double() / 2**10
+    assert torch.allclose(y, expected.expand(-1, 40), rtol=ROUNDING[dtype], atol=1e-25)
+    x[1], x[2] = math.nan, math.inf
+    again = gated(x).double()
+    assert again[1].isnan().all() and not again[2].isfinite().any()
+    assert torch.equal(again[3:], y[3:])
 
 
 # not in torch, whose products round by their sizes

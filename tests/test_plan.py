@@ -99,7 +99,7 @@ def test_without_a_compiler_the_scores_of_a_full_chunk_dominate_a_long_context(s
     monkeypatch.setattr("kvloom.models.footprint.find_compiler", lambda: None)
     long = replace(spec, context_length=100_000)
     scores = 2 * HEADS * 512 * 100_000 * 4
-    assert scores < step_bytes(long, torch.float32, 4, 512, 64, 100_000) < 1.3 * scores
+    assert scores < step_bytes(long, "fp32", torch.float32, 4, 512, 64, 100_000) < 1.3 * scores
 
 
 @pytest.mark.parametrize("native, matrices", [(True, 4), (False, 9)])
@@ -109,7 +109,7 @@ def test_the_logits_of_all_rows_dominate_a_large_vocabulary(spec, monkeypatch, n
         monkeypatch.setattr("kvloom.models.footprint.find_compiler", lambda: None)
     wide = replace(spec, vocab_size=200_000)
     logits = 64 * 200_000 * 4
-    assert matrices * logits < step_bytes(wide, torch.float32, 4, 64, 64, 64) < (matrices + 0.1) * logits
+    assert matrices * logits < step_bytes(wide, "fp32", torch.float32, 4, 64, 64, 64) < (matrices + 0.1) * logits
 
 
 def test_each_thread_draws_in_memory_of_its_own(spec):
@@ -302,8 +302,10 @@ def test_a_gpus_pool_fills_its_memory_and_swap_lies_on_the_host(spec):
 
 
 def test_a_gpus_step_does_not_grow_with_the_length(spec):
-    short, long = (gpu_footprint.step_bytes(spec, torch.bfloat16, 2, 512, 64, length) for length in (64, 100_000))
+    short, long = (
+        gpu_footprint.step_bytes(spec, "bf16", torch.bfloat16, 2, 512, 64, length) for length in (64, 100_000)
+    )
     assert short == long
     wide = replace(spec, vocab_size=200_000)
     logits = 64 * 200_000 * 4
-    assert 2 * logits < gpu_footprint.step_bytes(wide, torch.bfloat16, 2, 64, 64, 64) < 10 * logits
+    assert 2 * logits < gpu_footprint.step_bytes(wide, "bf16", torch.bfloat16, 2, 64, 64, 64) < 10 * logits

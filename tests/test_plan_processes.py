@@ -113,7 +113,7 @@ def test_compiled_products_take_what_was_estimated(weights):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "w8a8"])
 def test_a_process_takes_what_was_planned(weights):
     path = default_model()
     settings = {

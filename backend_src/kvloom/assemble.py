@@ -22,6 +22,7 @@ from kvloom.kv.codec import BlockGeometry
 from kvloom.kv.storage import Storage
 from kvloom.lifecycle import Triton
 from kvloom.measure import measure_costs
+from kvloom.memory import give_back_freed
 from kvloom.models.decoder import Decoder
 from kvloom.models.served import served_weights
 from kvloom.models.weights import open_model
@@ -98,6 +99,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     engine = Engine(
         runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir, tokenizer)
     )
+    give_back_freed()
     return Assembly(engine, tokenizer, limits)
 
 

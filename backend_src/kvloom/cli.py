@@ -183,7 +183,10 @@ def control(
         str | None, typer.Argument(metavar="ID", help="Of the conversation, for status, cancel and end.")
     ] = None,
     text_id: Annotated[bool, typer.Option("--text-id", help="ID is a text, though it is all digits.")] = False,
-    admin_token: Annotated[str | None, typer.Option(help="The server's, for drain.", metavar="TOKEN")] = None,
+    admin_token_file: Annotated[
+        typer.FileText | None,
+        typer.Option(help="Where the server's admin_token is, for drain; - is stdin.", metavar="PATH"),
+    ] = None,
     timeout_s: Annotated[
         float | None, typer.Option(min=0, help="Seconds that running answers get, for drain; none: all they need.")
     ] = None,
@@ -200,7 +203,9 @@ def control(
 
     from kvloom_client import Client
 
-    given = _given(admin_token=admin_token, timeout_s=timeout_s)
+    # not an option of its own: whoever is on the machine sees the arguments of a process
+    token = admin_token_file.read().strip() if admin_token_file is not None else None
+    given = _given(admin_token=token, timeout_s=timeout_s)
     number = conversation is not None and conversation.isdecimal() and not text_id
     with _talking() as interrupts, Client(url) as client, interrupts.raising():
         print(json.dumps(client.control(op, int(conversation or 0) if number else conversation, **given)))

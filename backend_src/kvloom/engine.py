@@ -11,7 +11,7 @@ from kvloom.admission import Admission, Limits
 from kvloom.answer import Answer
 from kvloom.bans import banned_tokens
 from kvloom.conversations import Conversations
-from kvloom.errors import Internal, RequestError, Unavailable
+from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.faults import logged
 from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
@@ -26,6 +26,9 @@ from kvloom.tokenizer import Tokenizer
 from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
+
+_NO_END = Internal("the answer could not be ended")
+"""What a client hears where its answer's end itself was a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +120,36 @@ class Engine:
         return self._admission.refusal(sequence, also_waiting=self.turns.queued)
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
-        """Queue a sequence whose request passed ``check``; its deltas go to ``sink``."""
-        refusal = self.refusal(sequence)
+        """Queue a sequence whose request passed ``check``; its deltas go to ``sink``.
+
+        Raises:
+            Exception: a fault, of which ``sink`` has heard.
+        """
+        try:
+            refusal = self.refusal(sequence)
+            if refusal is None:
+                self.await_deadline(sequence)
+                self.begin(sequence, sink)
+        except Exception as fault:
+            self.answer_unbegun(sequence, sink, error=as_request_error(fault))
+            raise
         if refusal is not None:
             self.answer_unbegun(sequence, sink, error=refusal)
-            return
-        self.await_deadline(sequence)
-        self.begin(sequence, sink)
 
     def begin(self, sequence: Sequence, sink: Sink, held: Holding | None = None) -> None:
-        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens."""
+        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
+
+        After a fault in here it has not begun.
+        """
         answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
-        self._answers[sequence] = answer
         if self._limits.queue_timeout_s:
             # a turn of a conversation may have waited for the one before it: that is no queue's fault
             since = sequence.request.arrival if held is None else time.monotonic()
             self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence, held)
+        self._answers[sequence] = answer
 
     def await_deadline(self, sequence: Sequence) -> None:
         """End the answer so far when its deadline passes."""
@@ -147,15 +161,13 @@ class Engine:
     ) -> None:
         """End a sequence that was not begun with a reason or an error."""
         self._timers.forget(sequence)
-        # as in `_end`
-        final = Delta("", (), error=error or Internal("the answer could not be ended"))
-        try:
+        final = Delta("", (), error=error or _NO_END)
+        with logged(log, "request %s has ended with a fault", sequence.request.id):
             answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
             usage = answer.end(sequence, self._limits.kv_dtype)
             if error is None:
                 final = Delta("", (), reason, usage=usage)
-        finally:
-            self._send_final(sink, final)
+        self._send_final(sink, final)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence's answer now; nothing happens when it has ended already."""
@@ -174,7 +186,6 @@ class Engine:
         for sequence in list(self._answers):
             with logged(log, "request %s has ended with a fault", sequence.request.id):
                 self._end(sequence, error=error)
-        self._deliver_all()
 
     def recover(self, error: RequestError) -> None:
         """After a fault outside of a step: end every answer, and trust nothing that was computed.
@@ -188,7 +199,6 @@ class Engine:
             with logged(log, "request %s was taken out with a fault", sequence.request.id):
                 self._scheduler.remove(sequence)
         self.turns.recover()
-        self._deliver_all()
         self._cache.flush()
 
     @property
@@ -328,20 +338,21 @@ class Engine:
         """Free or park what the sequence holds and send its final delta; text that was held back comes out first."""
         answer = self._answers.pop(sequence)
         self._timers.forget(sequence)
-        # it goes out whatever fails in here; the fault itself is logged by who calls
-        final = Delta("", (), error=Internal("the answer could not be ended"))
-        try:
+        final = Delta("", (), error=error or _NO_END)
+        with logged(log, "request %s has ended with a fault", sequence.request.id):
             usage = answer.end(sequence, self._limits.kv_dtype)
-            conversation = self.turns.settle(sequence, error)
-            if error is not None:
-                final = Delta("", (), error=error)
-            else:
+            if error is None:
                 text += answer.text.flush()
                 if answer.text.stopped and reason is FinishReason.LENGTH:
                     reason = FinishReason.STOP
                 final = Delta(text, tokens, reason, usage=usage)
-        finally:
-            self._send_final(answer.sink, final)
+        try:
+            conversation = self.turns.settle(sequence, final.error)
+        except Exception:
+            # blocks may be lost, which is for who calls; it goes out all the same
+            self._send_final(answer.sink, Delta("", (), error=_NO_END))
+            raise
+        self._send_final(answer.sink, final)
         if conversation is not None:
             self.turns.proceed(conversation)
 
@@ -358,12 +369,11 @@ class Engine:
         if not self._holds_back:
             self._deliver()
 
-    def _deliver_all(self) -> None:
-        """Deliver whatever one of the receivers does."""
-        while self._outbox:
-            with logged(log, "something could not be delivered"):
-                self._deliver()
-
     def _deliver(self) -> None:
+        """Deliver all there is, whatever one of the receivers does."""
         while self._outbox:
-            self._outbox.popleft()()
+            # not `logged`, which would take a microsecond for every token
+            try:
+                self._outbox.popleft()()
+            except Exception:  # noqa: BLE001 the others are to have theirs
+                log.exception("something could not be delivered")

@@ -68,6 +68,11 @@ class Internal(RequestError):
     code = "INTERNAL"
 
 
+def as_request_error(error: Exception) -> RequestError:
+    """What a client hears of anything that was raised while its request was looked at."""
+    return error if isinstance(error, RequestError) else Internal(f"the engine failed: {error}")
+
+
 class SetupError(KvloomError):
     """The server can't start."""
 

@@ -109,10 +109,10 @@ class Lifecycle:
 
     def begin(self, conversation: Conversation) -> None:
         """A client has started a conversation, whose id is free."""
-        self.register.add(conversation)
-        self._tell(self._triton.taken, conversation.id)
         if self._journal is not None and conversation.counted:
             self._journal.begin(conversation)
+        self.register.add(conversation)
+        self._tell(self._triton.taken, conversation.id)
 
     def record(self, conversation: Conversation, before: "array[int]", said: "list[Message] | None") -> None:
         """A turn has finished; the arguments are those of ``Journal.add``."""
@@ -155,8 +155,8 @@ class Lifecycle:
 
     def close(self, conversation: Conversation) -> None:
         """A conversation is over: free what it holds."""
-        self.register.remove(conversation)
         try:
+            self.register.remove(conversation)
             if not conversation.detached:
                 self._erase(conversation)
             self._scheduler.discard(conversation.held)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from kvloom.conversations import Turn
 from kvloom.engine import Engine, Stats
-from kvloom.errors import Internal, Unavailable
+from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
+from kvloom.faults import logged
 from kvloom.request import Request, Sequence, Sink
 from kvloom.turns import Turns
 
@@ -19,8 +20,21 @@ log = logging.getLogger(__name__)
 LONGEST_WAIT_S = 3600.0
 """Of the loop for a message: timeouts have a limit, settings have none."""
 
-Message = Callable[[], None]
-"""What the loop's thread does for another one."""
+Failed = Callable[[RequestError], None]
+"""Hears, from the loop's thread, why what was asked for does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the loop's thread does for another one.
+
+    Attributes:
+        act: does it.
+        failed: hears of what ``act`` raises, so that who waits for an answer gets one; None: nobody waits.
+    """
+
+    act: Callable[[], None]
+    failed: Failed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,8 @@ class Loop:
     step take twice as long.
 
     Whenever the engine has nothing to do any more, its invariants are checked: a leaked block is an error in the log
-    at once, not a full cache days later.
+    at once, not a full cache days later. They are checked, too, when a message was a fault: its sender hears of it, and
+    the others go on where nothing is broken.
 
     Attributes:
         stats: a snapshot that any thread may read.
@@ -87,7 +102,7 @@ class Loop:
         """
         self._engine.check(request)
         sequence = Sequence(request)
-        self._inbox.put(lambda: self._engine.submit(sequence, sink))
+        self._put(lambda: self._engine.submit(sequence, sink))
         return sequence
 
     def take_turn(self, turn: Turn) -> None:
@@ -98,26 +113,27 @@ class Loop:
         """
         if turn.start or turn.messages is None:
             self._engine.check(turn.sequence.request)
-        self._inbox.put(lambda: self._engine.turns.submit(turn))
+        self._put(lambda: self._engine.turns.submit(turn))
 
     def cancel(self, sequence: Sequence) -> None:
         """End an answer as ``cancelled``; nothing happens when it has ended already."""
-        self._inbox.put(lambda: self._engine.cancel(sequence))
+        self._put(lambda: self._engine.cancel(sequence))
 
-    def flush(self, done: Callable[[int], None]) -> None:
+    def flush(self, done: Callable[[int], None], failed: Failed | None = None) -> None:
         """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""
-        self._inbox.put(lambda: done(self._engine.flush()))
+        self._put(lambda: done(self._engine.flush()), failed)
 
-    def ping(self, done: Callable[[Pulse], None]) -> None:
+    def ping(self, done: Callable[[Pulse], None], failed: Failed | None = None) -> None:
         """Let the loop's thread tell how it is; it does so between two steps."""
-        self._inbox.put(lambda: done(self._pulse()))
+        self._put(lambda: done(self._pulse()), failed)
 
-    def drain(self, timeout_s: float, done: Callable[[int], None]) -> None:
+    def drain(self, timeout_s: float, done: Callable[[int], None], failed: Failed | None = None) -> None:
         """Take no new requests any more and let the running ones come to their end.
 
         Args:
             timeout_s: answers that are not over by then end with an error; may be infinite.
             done: gets, as soon as nothing runs or waits, how many those were.
+            failed: hears of a fault instead.
         """
         limit = time.monotonic() + timeout_s
 
@@ -125,29 +141,32 @@ class Loop:
             self._engine.draining = True
             self._drains.append((limit, done))
 
-        self._inbox.put(begin)
+        self._put(begin, failed)
 
-    def with_turns(self, message: Callable[[Turns], None]) -> None:
-        """Let the loop's thread run ``message`` on the engine's conversations."""
-        self._inbox.put(lambda: message(self._engine.turns))
+    def with_turns(self, act: Callable[[Turns], None], failed: Failed | None = None) -> None:
+        """Let the loop's thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
+        self._put(lambda: act(self._engine.turns), failed)
 
     def stop(self) -> None:
         """End all answers with an error and wait for the thread to finish."""
 
         def stop() -> None:
-            self._stopping = True
+            self._stopping = self._engine.draining = True
             self._engine.fail_all(Unavailable("the server is shutting down"))
 
-        self._inbox.put(stop)
+        self._put(stop)
         self._thread.join()
+
+    def _put(self, act: Callable[[], None], failed: Failed | None = None) -> None:
+        self._inbox.put(Message(act, failed))
 
     def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
         try:
             engine = build()
+            self.stats = engine.stats()
         except Exception as error:  # noqa: BLE001 it is raised where the loop was made
             built.set_exception(error)
             return
-        self.stats = engine.stats()
         built.set_result(engine)
         self._run(engine)
 
@@ -160,20 +179,23 @@ class Loop:
                 if not engine.busy and not checked and self._inbox.empty():
                     checked = True
                     engine.check_invariants()
-                self._handle(0.0 if engine.busy else _until(engine.wakes_at))
-                engine.tick()
+                self._handle(engine, 0.0 if engine.busy else _until(engine.wakes_at))
+                self._act(engine, Message(engine.tick))
                 if engine.busy:
                     checked = False
                     steps = engine.steps
                     engine.step()
                     if engine.steps != steps:
                         self._moved = time.monotonic()
+                self.stats = engine.stats()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
-                engine.recover(Internal(f"the engine failed: {error}"))
-            self.stats = engine.stats()
+                with logged(log, "the engine has not recovered"):
+                    engine.recover(Internal(f"the engine failed: {error}"))
+                    self.stats = engine.stats()
+        self._end_drains()
 
-    def _handle(self, wait_s: float | None) -> None:
+    def _handle(self, engine: Engine, wait_s: float | None) -> None:
         """Act on every message there is; wait so long for one, with None for ever."""
         try:
             while True:
@@ -181,9 +203,23 @@ class Loop:
                 if wait_s != 0.0:
                     self._moved = time.monotonic()
                 wait_s = 0.0
-                message()
+                self._act(engine, message)
         except queue.Empty:
             return
+
+    def _act(self, engine: Engine, message: Message) -> None:
+        """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
+        try:
+            message.act()
+        except Exception as error:  # noqa: BLE001 whatever it is, one request's fault must not end the others
+            refused = isinstance(error, RequestError) and message.failed is not None
+            if not refused:
+                log.exception("what another thread has asked for ended with a fault")
+            if message.failed is not None:
+                with logged(log, "who has asked for it could not be told"):
+                    message.failed(as_request_error(error))
+            if not refused:
+                engine.check_invariants()
 
     def _pulse(self) -> Pulse:
         since = time.monotonic() - self._moved if self._engine.busy else 0.0
@@ -195,8 +231,12 @@ class Loop:
             self._cut_short += stats.running + stats.waiting
             engine.fail_all(Unavailable("the server is shutting down; the answer was cut short"))
         if not engine.busy:
-            drains, self._drains = self._drains, []
-            for _, done in drains:
+            self._end_drains()
+
+    def _end_drains(self) -> None:
+        drains, self._drains = self._drains, []
+        for _, done in drains:
+            with logged(log, "who has asked to drain could not be told of its end"):
                 done(self._cut_short)
 
 

@@ -18,7 +18,7 @@ HEADROOM_SHARE = 0.1
 
 LEAST_HEADROOM = 192 * 2**20
 """Bytes it leaves alone at least: with the default model the tokenizer, the imports that it brings and what the
-allocator keeps come to 80 to 120 MiB."""
+allocator keeps come to 55 to 75 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,9 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     on_gpu = settings.device.startswith("cuda")
     sizes = gpu_footprint if on_gpu else footprint
     scratch = 0 if on_gpu else footprint.scratch_bytes(spec, settings.threads or os.cpu_count() or 1)
-    weights = sizes.weights_bytes(spec, weights_name(settings), dtype)
-    products = sizes.products_bytes(spec, dtype, settings.max_batch_tokens, most_running)
+    kind = weights_name(settings)
+    weights = sizes.weights_bytes(spec, kind, dtype)
+    products = sizes.products_bytes(spec, kind, dtype, settings.max_batch_tokens, most_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
     swap_blocks = size_bytes(settings.swap_memory) // block_bytes
     swap = swap_blocks * block_bytes
@@ -124,7 +125,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         # no sequence outgrows the pool
         longest = min(context, blocks * settings.block_size)
         tokens = settings.max_batch_tokens
-        return scratch + sizes.step_bytes(spec, dtype, codec.dtype.itemsize, tokens, most_running, longest)
+        return scratch + sizes.step_bytes(spec, kind, dtype, codec.dtype.itemsize, tokens, most_running, longest)
 
     if settings.kv_blocks or settings.kv_memory != "auto":
         blocks = _chosen_blocks(settings, free, block_bytes)
@@ -148,7 +149,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         products=products,
         step=step(blocks),
         headroom=headroom,
-        weights_dtype=weights_name(settings),
+        weights_dtype=kind,
         kv_dtype=cache_name(settings),
         block_size=settings.block_size,
         block_bytes=block_bytes,

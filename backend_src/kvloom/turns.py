@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvloom.continuation import Chat, Continuation, answer_text, go_on
 from kvloom.conversations import Conversation, ConversationId, Turn
-from kvloom.errors import Cancelled, Internal, InvalidArgument, NotFound, RequestError
+from kvloom.errors import Cancelled, InvalidArgument, NotFound, RequestError, as_request_error
 from kvloom.faults import logged
 from kvloom.lifecycle import Lifecycle
 from kvloom.request import FinishReason, Holding, Sequence, Sink
@@ -40,7 +40,7 @@ class Seats(Protocol):
     def answer_unbegun(
         self, sequence: Sequence, sink: Sink, reason: FinishReason | None = None, error: RequestError | None = None
     ) -> None:
-        """Send the only delta of a sequence that was not begun."""
+        """Send the only delta of a sequence that was not begun; no fault in there is raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,19 @@ class Turns:
         return len(self._queued)
 
     def submit(self, turn: Turn) -> None:
-        """Take a turn, or refuse it; what it asks by itself was checked before."""
+        """Take a turn, or refuse it; what it asks by itself was checked before.
+
+        Raises:
+            Exception: a fault. Where the turn was not taken then, its client has heard of it.
+        """
         try:
             conversation = self._accept(turn)
-        except RequestError as error:
-            self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)
+        except Exception as error:
+            self._seats.answer_unbegun(turn.sequence, turn.sink, error=as_request_error(error))
             self.lifecycle.refused(turn.conversation, turn.start, turn.end)
-            return
+            if isinstance(error, RequestError):
+                return
+            raise
         self.lifecycle.register.wake(conversation)
         conversation.queue.append(turn)
         self._queued[turn.sequence] = turn
@@ -176,9 +182,8 @@ class Turns:
             except Exception as error:  # noqa: BLE001 a fault of a template must not touch other requests
                 if not isinstance(error, RequestError):
                     log.exception("a turn of conversation %s can't begin", conversation.id)
-                    error = Internal(f"the turn could not be made: {error}")
                 if not turn.answered:
-                    self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)
+                    self._seats.answer_unbegun(turn.sequence, turn.sink, error=as_request_error(error))
         if conversation.running is not None:
             return
         if conversation.ending or not conversation.history:
@@ -202,22 +207,22 @@ class Turns:
 
     def fail_queued(self, error: RequestError) -> None:
         """End every turn that waits for another one of its conversation."""
-        for sequence, turn in list(self._queued.items()):
-            if not turn.answered:
-                with logged(log, "request %s has ended with a fault", sequence.request.id):
-                    self._seats.answer_unbegun(sequence, turn.sink, error=error)
         for conversation in self.lifecycle.register.everyone():
-            conversation.queue.clear()
+            self._fail_queue(conversation, error)
+        # whose conversation a fault has taken away
+        for turn in self._queued.values():
+            if not turn.answered:
+                self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)
         self._queued.clear()
 
     def check(self) -> None:
         """Assert that it all fits together."""
         self.lifecycle.register.check()
-        assert all(
-            self._running[conversation.running.sequence] is conversation
-            for conversation in self.lifecycle.register
-            if conversation.running is not None
-        )
+        everyone = self.lifecycle.register.everyone()
+        running = {one.running.sequence: one for one in everyone if one.running is not None}
+        assert self._running == running, "a turn runs in no conversation, or the reverse"
+        queued = {turn.sequence for conversation in everyone for turn in conversation.queue}
+        assert self._queued.keys() == queued, "a turn waits in no conversation, or the reverse"
 
     def _accept(self, turn: Turn) -> Conversation:
         """The conversation that a turn belongs to, which may be a new one.
@@ -316,14 +321,16 @@ class Turns:
     def _end_turns(self, conversation: Conversation, error: RequestError) -> None:
         """End a conversation and every turn of it."""
         conversation.ending = True
-        queue = list(conversation.queue)
-        conversation.queue.clear()
-        for turn in queue:
-            del self._queued[turn.sequence]
+        self._fail_queue(conversation, error)
         if conversation.running is not None:
             self._seats.end(conversation.running.sequence, error=error)
         else:
             self.lifecycle.close(conversation)
-        for turn in queue:
+
+    def _fail_queue(self, conversation: Conversation, error: RequestError) -> None:
+        """End the turns of a conversation that wait."""
+        while conversation.queue:
+            turn = conversation.queue.popleft()
+            self._queued.pop(turn.sequence, None)
             if not turn.answered:
                 self._seats.answer_unbegun(turn.sequence, turn.sink, error=error)

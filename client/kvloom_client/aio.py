@@ -215,12 +215,16 @@ class AsyncClient:
         request: Request,
         timeout: float | None,
         retries: int,
+        *,
+        sending: Callable[[], None] = lambda: None,
         failed: Callable[[KvloomClientError], None] | None = None,
         mend: Callable[[KvloomClientError, float | None], AsyncStream | None] | None = None,
     ) -> AsyncStream:
+        """``sending`` is called before each try; the rest is as of ``Stream``."""
         message = wire.encode_request(request)
 
         def call(left: float | None) -> Any:
+            sending()
             return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
 
         return AsyncStream(call, request.id, self.url, timeout, retries, failed, mend)

@@ -101,12 +101,16 @@ class Client:
         request: Request,
         timeout: float | None,
         retries: int,
+        *,
+        sending: Callable[[], None] = lambda: None,
         failed: Callable[[KvloomClientError], None] | None = None,
         mend: Callable[[KvloomClientError, float | None], Stream | None] | None = None,
     ) -> Stream:
+        """``sending`` is called before each try; the rest is as of ``Stream``."""
         message = wire.encode_request(request)
 
         def call(left: float | None) -> _Call:
+            sending()
             return _Call(self._stub, message, self.url, left)
 
         return Stream(call, request.id, self.url, timeout, retries, failed, mend)

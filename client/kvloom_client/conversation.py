@@ -34,25 +34,30 @@ class _Turns:
         self.begun = False
 
     def _request(self, last: bool, **request: Any) -> Request:
-        place = Place(self.id, start=not self.begun, end=last)
-        made = build_request(place=place, **request)
+        return build_request(place=Place(self.id, start=not self.begun, end=last), **request)
+
+    def _sending(self, last: bool) -> None:
+        """A turn is being sent, maybe once more."""
         # unless it is refused: also when the answer is given up before anything of it has come
         self.begun = not last
-        return made
 
     def _opening(self) -> Request:
         """Lets Triton know the id, and asks the engine whether it has the conversation.
 
         Of a conversation that it does not have, the engine ends what this began in Triton.
         """
+        # the turn was refused by Triton, and as long as it is not sent again it has ended nothing
+        self.begun = True
         return build_control("status", self.id, place=Place(self.id, start=True))
 
     def _told(self, start: bool, error: KvloomClientError) -> None:
         # one that another client restarted is there, with other content
         refused = isinstance(error, RequestFailed) and not isinstance(error, Cancelled)
-        unsent = isinstance(error, ConnectionFailed) and not error.sent
-        if isinstance(error, NotFound) or (start and (refused or unsent)):
+        if isinstance(error, NotFound) or (start and refused):
             self.begun = False
+        elif isinstance(error, ConnectionFailed) and not error.sent:
+            # as before the turn
+            self.begun = not start
 
 
 class Conversation(_Turns):
@@ -138,7 +143,12 @@ class Conversation(_Turns):
         start = not self.begun
         made = self._request(last, **request)
         return self._client._send(
-            made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
+            made,
+            timeout,
+            retries,
+            sending=lambda: self._sending(last),
+            failed=lambda error: self._told(start, error),
+            mend=None if start else self._reopen,
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "Stream | None":
@@ -209,7 +219,12 @@ class AsyncConversation(_Turns):
         start = not self.begun
         made = self._request(last, **request)
         return self._client._send(
-            made, timeout, retries, lambda error: self._told(start, error), None if start else self._reopen
+            made,
+            timeout,
+            retries,
+            sending=lambda: self._sending(last),
+            failed=lambda error: self._told(start, error),
+            mend=None if start else self._reopen,
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "AsyncStream | None":

@@ -31,7 +31,7 @@ from kvloom.request import Delta, Request, SamplingParams, Slice
 PROMPT, NEW = 128, 64
 """Tokens of each prompt and of each answer."""
 
-OPS = ("add_rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
+OPS = ("add_rms_norm", "rope_kv_write", "paged_attention")
 STEP, MODEL, BATCH, SAMPLING = "whole step", "model", "batch tensors", "sampling"
 REPLAYED = "whole step, replayed"
 MODEL_REST, STEP_REST = "between the ops", "scheduler, commit, text"

@@ -8,10 +8,19 @@ import torch
 
 from kvloom.kv.codec import LayerCache
 from kvloom.models.spec import ModelSpec, rope_inv_freq
-from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.linear import Linear, Weight, concat_rows, moved, pack_linear, pack_rows, pack_tied_linear, plain
+from kvloom.ops.linear import (
+    Linear,
+    Weight,
+    concat_rows,
+    moved,
+    pack_gated_linear,
+    pack_linear,
+    pack_rows,
+    pack_tied_linear,
+    plain,
+)
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.packed_memory import Allocate, HugePages
 
@@ -76,15 +85,17 @@ class _Layer:
         def norm(name: str) -> torch.Tensor:
             return plain(tensors.pop(f"{prefix}.{name}.weight")).to(device, dtype)
 
+        def weight(*names: str) -> Weight:
+            return moved(concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names]), device)
+
         def product(*names: str) -> Linear:
-            weight = concat_rows([tensors.pop(f"{prefix}.{name}.weight") for name in names])
-            return pack_linear(moved(weight, device), dtype, allocate)
+            return pack_linear(weight(*names), dtype, allocate)
 
         self.attention_norm = norm("input_layernorm")
         self.qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.attention_out = product("self_attn.o_proj")
         self.mlp_norm = norm("post_attention_layernorm")
-        self.gate_up = product("mlp.gate_proj", "mlp.up_proj")
+        self.gate_up = pack_gated_linear(weight("mlp.gate_proj", "mlp.up_proj"), dtype, allocate)
         self.down = product("mlp.down_proj")
 
 
@@ -148,7 +159,7 @@ class Decoder:
             # of the last layer other tokens' keys and values are all that is wanted
             wanted = batch.logit_rows if layer is self._layers[-1] else None
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps, wanted)
-            update = layer.down(silu_mul(layer.gate_up(hidden)))
+            update = layer.down(layer.gate_up(hidden))
         assert update is not None, "a model has at least one layer"
         hidden, _ = add_rms_norm(residual, update, self._norm, eps)
         return self._head(hidden, torch.float32)

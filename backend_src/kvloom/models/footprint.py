@@ -16,6 +16,9 @@ TORCH_SAMPLER_LOGITS = 9
 """The same in torch, which also holds how far the scores lie below the likeliest, the rows of these that have to be
 sorted, these sorted, and weights and their running sums of 8 bytes."""
 
+PLAIN = ("fp32", "bf16")
+"""Weights that are as they are stored."""
+
 _SCRATCH = 12
 """Bytes for each token of the vocabulary that a thread keeps to draw in C++: a distance, and a place in a ranking."""
 
@@ -39,7 +42,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     def product(shape: tuple[int, int]) -> int:
         return grouped(shape, 4 if weights == "int4" else 8) if quantized else plain(shape)
 
-    quantized = weights not in ("fp32", "bf16")
+    quantized = weights not in PLAIN
     table = spec.vocab_size, spec.hidden_size
     layer = sum(product(shape) for shape in _layer_shapes(spec).values())
     norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
@@ -53,7 +56,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     return spec.n_layers * layer + norms + embedding + head + rotary
 
 
-def products_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
+def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: int, rows: int) -> int:
     """Bytes of compiled products, which gather while a server runs; arguments as of ``step_bytes``.
 
     The products in C++ are compiled before.
@@ -76,11 +79,14 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int) -> int:
+def step_bytes(
+    spec: ModelSpec, weights: str, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int
+) -> int:
     """Bytes of the largest step's tensors, cache and weights aside.
 
     Args:
         spec: the model's shape.
+        weights: as of ``weights_bytes``.
         dtype: of activations.
         kv_dtype_bytes: size of a cached number.
         tokens: most tokens in a step.
@@ -101,15 +107,21 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens:
         attention += attention_bytes(
             min(tokens, length), length, spec.n_heads, spec.n_kv_heads, spec.head_dim, size, kv_dtype_bytes
         )
-    # gate and up, the activated gate, its product with up
-    mlp = 4 * tokens * spec.intermediate_size * size
+    # without the library also the activated gate
+    mlp = tokens * (_mlp_numbers(spec, weights) + (find_compiler() is None) * spec.intermediate_size) * size
     held = SAMPLER_LOGITS if find_compiler() is not None else TORCH_SAMPLER_LOGITS
     logits = rows * spec.vocab_size * max(held * fp32, size + fp32)
-    kept = recorded_bytes(spec, dtype, rows) if find_compiler() is not None else 0
+    kept = recorded_bytes(spec, weights, dtype, rows) if find_compiler() is not None else 0
     return kept + max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
 
 
-def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
+def _mlp_numbers(spec: ModelSpec, weights: str) -> int:
+    """Numbers of a token between its MLP's two products: gate and up, where they are stored, and what they become."""
+    fused = weights in PLAIN and find_compiler() is not None
+    return (1 if fused else 3) * spec.intermediate_size
+
+
+def recorded_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, rows: int) -> int:
     """Bytes that decode steps in C++ are recorded on, which stay; arguments as of ``step_bytes``.
 
     What a layer computes is there beside what the layer before left in the same variables, until it takes its place.
@@ -120,7 +132,7 @@ def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     qkv = 2 * (heads_out + 2 * kv_out)
     # queries, and the last layer's beside its attention; then queries, attention, and the last layer's attention
     attention = 3 * heads_out
-    mlp = 3 * spec.intermediate_size
+    mlp = _mlp_numbers(spec, weights)
     # the residual before and after an addition, logits; the likeliest token, and whether it is one
     in_full = (2 * spec.hidden_size + spec.vocab_size) * torch.float32.itemsize + torch.int64.itemsize + 1
     return rows * ((hidden + qkv + attention + mlp) * dtype.itemsize + in_full)

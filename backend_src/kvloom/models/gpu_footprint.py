@@ -46,23 +46,26 @@ def quantized_bytes(out_features: int, in_features: int, bits: int) -> int:
     return out_features * -(-in_features // block) * (2 * GROUP + block // GROUP * beside)
 
 
-def products_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
+def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: int, rows: int) -> int:
     """Bytes that the CUDA graphs of decode steps keep: the largest one's tensors, which the others share.
 
     Args:
         spec: the model's shape.
+        weights: as of ``weights_bytes``.
         dtype: of activations.
         tokens: most tokens in a step; no more rows than that are decoded.
         rows: most sequences in a step.
     """
-    return step_bytes(spec, dtype, dtype.itemsize, min(tokens, rows), rows, spec.context_length)
+    return step_bytes(spec, weights, dtype, dtype.itemsize, min(tokens, rows), rows, spec.context_length)
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int) -> int:
+def step_bytes(
+    spec: ModelSpec, weights: str, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int
+) -> int:
     """Bytes of the largest step's tensors, cache and weights aside; arguments as of footprint.py's.
 
-    The kernels read keys and values where they lie, so the cache's dtype does not matter; nor does the length, since
-    they are launched as for the longest.
+    The kernels read keys and values where they lie, so the cache's dtype does not matter; nor do the weights, whose
+    products are all of the same form; nor does the length, since they are launched as for the longest.
     """
     fp32, size = torch.float32.itemsize, dtype.itemsize
     heads_out, kv_out = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
+from kvloom.ops.activation import silu_mul
 from kvloom.ops.gpu import runs_triton
-from kvloom.ops.linear_float import CudaLinear, NativeLinear, OneDnnLinear
+from kvloom.ops.linear_float import CudaLinear, NativeGatedLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
 from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear
 from kvloom.ops.native import empty, library
@@ -31,6 +32,13 @@ class TiedLinear(Linear, Protocol):
         """Rows ``ids`` (int64 [T]) of the weight in fp32 [T, in_features]."""
 
 
+class GatedLinear(Protocol):
+    """y = silu(x @ gate.T) * (x @ up.T), the first half of SwiGLU (Shazeer, 2020); rows as of ``Linear``."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] to [T, out_features], in x's dtype."""
+
+
 def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
     """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
 
@@ -48,6 +56,28 @@ def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allo
 def pack_tied_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> TiedLinear:
     """The same for an embedding that is also the head; in C++ that is one weight for both."""
     return _pack(weight, dtype, allocate, keep_rows=True)
+
+
+def pack_gated_linear(
+    weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages
+) -> GatedLinear:
+    """Pack a gate's weight and that of what it gates, [2 * out_features, in_features], the gate's rows first.
+
+    Where plain weights are multiplied in C++, gate and up are activated inside of the product, in fp32. Else they are
+    stored, in x's dtype, and activated then.
+
+    Args:
+        weight: the weight.
+        dtype: as of ``pack_linear``.
+        allocate: makes the memory, in C++.
+    """
+    if isinstance(weight, torch.Tensor) and library(weight) is not None:
+        return NativeGatedLinear(weight, allocate)
+    return partial(_activated, pack_linear(weight, dtype, allocate))
+
+
+def _activated(gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+    return silu_mul(gate_up(x))
 
 
 def _pack(weight: Weight, dtype: torch.dtype | None, allocate: Allocate, keep_rows: bool) -> TiedLinear:

@@ -38,37 +38,73 @@ def kernel_rows(rows: int) -> int:
     return max(2, -(-rows // step) * step) if rows else 0
 
 
-class NativeLinear:
-    """See cpu/linear_float.cpp."""
+class _Packed:
+    """A weight in panels; see cpu/linear_float.cpp."""
 
-    def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
+    def __init__(self, weight: torch.Tensor, allocate: Allocate, gated: bool):
         lib = library(weight)
         assert lib is not None
         self._lib = lib
-        self._out_features, in_features = weight.shape
+        rows, in_features = weight.shape
+        self._out_features = rows // 2 if gated else rows
         self._width = in_features
         pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1
         panel = lib.kvloom_linear_panel()
         self._in_features = -(-in_features // pair) * pair
-        panels = -(-self._out_features // panel)
+        panels = -(-self._out_features // (panel // 2 if gated else panel))
         size = panels * panel * self._in_features * weight.itemsize
         self._packed = allocate(size).view(weight.dtype)
         weight = weight.contiguous()
         lib.kvloom_linear_pack(
             weight.data_ptr(),
             weight.dtype is torch.bfloat16,
-            self._out_features,
+            rows,
             in_features,
             self._in_features,
+            gated,
             self._packed.data_ptr(),
         )
 
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See ``Linear``."""
-        assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self._width
         if self._width != self._in_features:
             x = torch.nn.functional.pad(x, (0, self._in_features - self._width))
         assert x.is_contiguous() and x.dtype is self._packed.dtype
+        return x
+
+
+class NativeGatedLinear(_Packed):
+    """Gate and up side by side: activated while both are in registers, and never stored; see ``pack_gated_linear``."""
+
+    def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
+        super().__init__(weight, allocate, gated=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``GatedLinear``."""
+        x = self._padded(x)
+        out = empty(x.shape[0], self._out_features, dtype=x.dtype)
+        self._lib.kvloom_linear_gated(
+            x.data_ptr(),
+            x.dtype is torch.bfloat16,
+            x.shape[0],
+            x.shape[1],
+            self._packed.data_ptr(),
+            self._out_features,
+            out.data_ptr(),
+        )
+        return out
+
+
+class NativeLinear(_Packed):
+    """A packed weight that its rows can be read from again, too."""
+
+    def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
+        super().__init__(weight, allocate, gated=False)
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        assert out_dtype in (None, x.dtype, torch.float32)
+        x = self._padded(x)
         out = empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
         self._lib.kvloom_linear(
             x.data_ptr(),

@@ -55,7 +55,13 @@ def read_control(inputs: Inputs) -> Control:
     return control
 
 
-def act_on_server(control: Control, loop: "Loop", admin_token: str, reply: Callable[..., None]) -> bool:
+def act_on_server(
+    control: Control,
+    loop: "Loop",
+    admin_token: str,
+    reply: Callable[..., None],
+    failed: Callable[[RequestError], None],
+) -> bool:
     """Do what concerns no conversation: ping, flush and drain, which the loop answers between steps.
 
     Args:
@@ -63,6 +69,7 @@ def act_on_server(control: Control, loop: "Loop", admin_token: str, reply: Calla
         loop: where.
         admin_token: the setting of that name.
         reply: sends the answer, with what it gets by keyword.
+        failed: sends an error instead.
 
     Returns:
         False, with nothing done, for the other ops.
@@ -71,16 +78,16 @@ def act_on_server(control: Control, loop: "Loop", admin_token: str, reply: Calla
         InvalidArgument: drain without the right token.
     """
     if control.op == "ping":
-        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)))
+        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)), failed)
     elif control.op == "flush":
-        loop.flush(lambda blocks: reply(blocks=blocks))
+        loop.flush(lambda blocks: reply(blocks=blocks), failed)
     elif control.op == "drain":
         if not admin_token:
             raise InvalidArgument("admin_token", NO_TOKEN)
         if not admits(admin_token, control.admin_token or ""):
             raise InvalidArgument("admin_token", WRONG_TOKEN)
         timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
-        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short))
+        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
     else:
         return False
     return True
@@ -92,7 +99,7 @@ def answer(control: Control, **result: Any) -> str:
 
 
 def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
-    """Do what a control request asks for, between two steps; its answer goes to ``sink``.
+    """Do what a control request asks for, between two steps; its answer, or why there is none, goes to ``sink``.
 
     Args:
         control: what to do.
@@ -110,17 +117,17 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
     def reply(**result: object) -> None:
         sink(Delta(answer(control, **result), (), FinishReason.STOP))
 
-    def on_conversation(turns: "Turns") -> None:
-        try:
-            if control.op == "cancel":
-                turns.cancel_running(conversation)
-                reply()
-            elif control.op == "end":
-                turns.lifecycle.end(conversation, reply)
-            else:
-                reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
-        except RequestError as error:
-            sink(Delta("", (), error=error))
+    def failed(error: RequestError) -> None:
+        sink(Delta("", (), error=error))
 
-    if not act_on_server(control, loop, admin_token, reply):
-        loop.with_turns(on_conversation)
+    def on_conversation(turns: "Turns") -> None:
+        if control.op == "cancel":
+            turns.cancel_running(conversation)
+            reply()
+        elif control.op == "end":
+            turns.lifecycle.end(conversation, reply)
+        else:
+            reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
+
+    if not act_on_server(control, loop, admin_token, reply, failed):
+        loop.with_turns(on_conversation, failed)

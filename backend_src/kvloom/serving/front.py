@@ -11,6 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
+from kvloom.faults import logged
 from kvloom.serving.control import read_control
 from kvloom.serving.fields import FORWARDED, RETURNED, flag, one, prompt_kind, read
 from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call, tensor
@@ -44,15 +45,13 @@ class GenerateModel:
             sender = Sender(request)
             try:
                 forward = _Forward(request, sender, self._calls)
+                threading.Thread(target=forward.run, name="kvloom-forward", daemon=True).start()
+                self._watcher.watch(sender, forward.cancel)
             except RequestError as error:
                 sender.fail(str(error))
-                continue
             except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s could not be forwarded", request.request_id())
-                sender.fail(str(Internal(f"the request could not be read: {error}")))
-                continue
-            self._watcher.watch(sender, forward.cancel)
-            threading.Thread(target=forward.run, name="kvloom-forward", daemon=True).start()
+                sender.fail(str(Internal(f"the request could not be forwarded: {error}")))
 
     def finalize(self) -> None:
         """Stop watching."""
@@ -96,38 +95,52 @@ class _Forward:
         """Pass the answer's responses on as they come; the last one ends the request."""
         try:
             for response in self._calls.responses(self._call):
-                if response.has_error():
-                    self._sender.fail(_error_text(response.error().message()))
-                    continue
-                # copies, likewise: Triton may still read what was sent when this response is freed
-                outputs = {output.name(): np.array(output.as_numpy()) for output in response.output_tensors()}
-                if not outputs:
-                    continue
-                reason = outputs["finish_reason"][0, 0].decode()
-                if reason == ERROR:
-                    self._sender.fail(outputs["text_output"][0, 0].decode())
-                    continue
-                wanted = self._asked | {"text_output"}
-                tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
-                self._sender.send(tensors, bool(reason))
+                try:
+                    self._pass_on(response)
+                except Exception as error:  # noqa: BLE001 the responses are read to the end, see `Calls`
+                    self._give_up(error)
             if not self._sender.closed:
                 self._sender.fail(str(Internal("llm ended its answer without a last response")))
-        except pb_utils.TritonModelException as error:
-            log.exception("forwarding failed")
-            if not self._sender.closed:
-                self._sender.fail(_error_text(str(error)))
+        except Exception as error:  # noqa: BLE001 its client would wait for ever
+            self._give_up(error)
+
+    def _pass_on(self, response: Any) -> None:
+        if response.has_error():
+            self._sender.fail(_error_text(response.error().message()))
+            return
+        # copies, likewise: Triton may still read what was sent when this response is freed
+        outputs = {output.name(): np.array(output.as_numpy()) for output in response.output_tensors()}
+        if not outputs:
+            return
+        reason = outputs["finish_reason"][0, 0].decode()
+        if reason == ERROR:
+            self._sender.fail(outputs["text_output"][0, 0].decode())
+            return
+        wanted = self._asked | {"text_output"}
+        tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
+        self._sender.send(tensors, bool(reason))
+
+    def _give_up(self, error: Exception) -> None:
+        """End the request after a fault; the watcher then cancels what `llm` still does for it."""
+        log.exception("forwarding failed")
+        ours = isinstance(error, pb_utils.TritonModelException)
+        with logged(log, "a client could not be told of it"):
+            self._sender.give_up(_error_text(str(error)) if ours else str(Internal(f"forwarding failed: {error}")))
 
     def cancel(self) -> None:
-        """Tell `llm` that nobody waits for the answer any more; its last response then ends the request."""
+        """Tell `llm` that nobody waits for the answer any more; its last response ends the request, if need be."""
         threading.Thread(target=self._cancel, name="kvloom-forward-cancel", daemon=True).start()
 
     def _cancel(self) -> None:
         control = json.dumps({"op": "cancel", "conversation": self._conversation})
-        # the request itself may still be on its way to `llm`, which then does not know it yet
-        while not self._sender.closed:
-            for response in self._calls.responses(control_call(control)):
-                if response.has_error():
-                    log.info("cancel: %s", response.error().message())
+        while True:
+            with logged(log, "an answer that nobody waits for could not be cancelled"):
+                for response in self._calls.responses(control_call(control)):
+                    if response.has_error():
+                        log.info("cancel: %s", response.error().message())
+            # the request itself may still be on its way to `llm`, which then does not know it yet
+            if self._sender.closed:
+                return
             time.sleep(CANCEL_AGAIN_S)
 
 

@@ -1,11 +1,16 @@
 """Triton's response sender, made safe, and the thread that notices who left. Knows nothing of the engine."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+from kvloom.faults import logged
+
+log = logging.getLogger(__name__)
 
 ERROR = "error"
 """The finish_reason of an error that is sent as data."""
@@ -18,13 +23,13 @@ CANCEL_POLL_S = 0.1
 
 
 class Sender:
-    """Sends one request's responses and exactly one final mark.
+    """Sends one request's responses and exactly one final mark; what follows it goes nowhere.
 
     Triton dies when is_cancelled() runs during or after the final send, so both take one lock.
 
     Attributes:
         closed: the final mark was sent.
-        left: the client was seen to be gone.
+        left: nobody waits for what is on its way: the client was seen to be gone, or was given up.
     """
 
     def __init__(self, request: Any, errors_as_data: bool = False):
@@ -56,14 +61,21 @@ class Sender:
         else:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
+    def give_up(self, text: str) -> None:
+        """Send an error as the final response, though more of the answer may be on its way."""
+        self.left = True
+        self.fail(text)
+
     def cancelled(self) -> bool:
-        """Whether the client left; False once the answer is over."""
+        """Look whether nobody waits for what is on its way, see ``left``; False once all has come."""
         with self._lock:
-            self.left = not self.closed and self._sender.is_cancelled()
+            self.left = self.left or (not self.closed and self._sender.is_cancelled())
         return self.left
 
     def _send(self, response: Any, final: bool) -> None:
         with self._lock:
+            if self.closed:
+                return
             self.closed = final
             self._sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
@@ -79,7 +91,7 @@ class CancelWatcher:
         self._thread.start()
 
     def watch(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
-        """Call ``on_cancel`` once if the client leaves before the answer is over; it must not block."""
+        """Call ``on_cancel`` once if nobody waits any more before the answer is over; it must not block."""
         with self._lock:
             self._watched[sender] = on_cancel
 
@@ -93,12 +105,16 @@ class CancelWatcher:
             with self._lock:
                 watched = list(self._watched.items())
             for sender, on_cancel in watched:
-                left = sender.cancelled()
-                if left:
-                    on_cancel()
-                if left or sender.closed:
-                    with self._lock:
-                        self._watched.pop(sender, None)
+                with logged(log, "who has left could not be taken notice of"):
+                    self._look_at(sender, on_cancel)
+
+    def _look_at(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
+        left = sender.cancelled()
+        if left or sender.closed:
+            with self._lock:
+                self._watched.pop(sender, None)
+        if left:
+            on_cancel()
 
 
 def string(name: str, text: str) -> Any:

@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from kvloom.errors import Internal, RequestError
+from kvloom.faults import logged
 from kvloom.request import Delta
 from kvloom.serving.outbox import Outbox
 from kvloom.serving.sender import Sender
@@ -57,7 +56,7 @@ class ResponseStream:
             if merged.final or not self._sender.left:
                 self._sender.send(self._encode(merged), merged.final)
 
-        self._outbox.put(lambda: _guarded(self._sender, send))
+        put(self._outbox, self._sender, send)
 
 
 def _merge(deltas: list[Delta]) -> Delta:
@@ -74,16 +73,19 @@ def _merge(deltas: list[Delta]) -> Delta:
 def fail(outbox: Outbox, sender: Sender, error: RequestError) -> None:
     """End a request that has no stream."""
     text = str(error)
-    outbox.put(lambda: _guarded(sender, lambda: sender.fail(text)))
+    put(outbox, sender, lambda: sender.fail(text))
+
+
+def put(outbox: Outbox, sender: Sender, send: Callable[[], None]) -> None:
+    """Let ``send`` send a response of ``sender``'s; a fault of it ends the request."""
+    outbox.put(lambda: _guarded(sender, send))
 
 
 def _guarded(sender: Sender, send: Callable[[], None]) -> None:
     try:
         send()
-    except pb_utils.TritonModelException:
-        # the connection broke; Triton marks the request as cancelled and the watcher ends its work
-        log.exception("a response could not be sent")
     except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
-        log.exception("a response could not be made")
-        if not sender.closed:
-            sender.fail(str(Internal(f"a response could not be made: {error}")))
+        log.exception("a response could not be sent")
+        # the watcher ends the work on what is left of it; where the connection broke, this does not arrive either
+        with logged(log, "a client could not be told of it"):
+            sender.give_up(str(Internal(f"a response could not be sent: {error}")))

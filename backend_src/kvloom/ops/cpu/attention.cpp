@@ -4,7 +4,8 @@
 // into parts at multiples of PART, tiles begin at multiples of TILE, and parts are joined in their order, whoever
 // computed them (as in Flash-Decoding, Dao et al., 2023). So what is computed for a query depends on its own sequence
 // alone: not on the chunk it came in, nor on its neighbours or the number of threads. Only where numbers are multiplied
-// as pairs of bf16, a sequence's single query (a decode) is computed in another way, and rounded differently.
+// as pairs of bf16, a sequence's single query (a decode) is computed in another way, in tiles of its own, and rounded
+// differently.
 #include <omp.h>
 
 #include <atomic>
@@ -98,8 +99,7 @@ public:
     Places find(const Task& task, int64_t first) const {
         const int32_t* table = tables_ + task.sequence * shape_.table_stride;
         const int64_t bs = shape_.block_size;
-        // padding ends before its first key
-        const int n = std::clamp<int64_t>(task.position + task.tokens - first, 0, TILE);
+        const int n = task.tile(first);
         Places places;
         places.n = n;
         places.heads = task.kv_heads;
@@ -157,9 +157,10 @@ private:
         state.clear<D>(rows(task));
         const int64_t end = std::min(task.position + task.tokens, (index + 1) * PART);
         Places next = find(task, index * PART);
-        for (int64_t first = index * PART; first < end; first += TILE) {
+        for (int64_t first = index * PART, n; first < end; first += n) {
             const Places places = next;
-            next = first + TILE < end ? find(task, first + TILE) : after;
+            n = places.n;
+            next = first + n < end ? find(task, first + n) : after;
 #if defined(__AVX512BF16__)
             if constexpr (M::SIZE == 2) {
                 if (task.decode) {

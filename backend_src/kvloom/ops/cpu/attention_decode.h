@@ -130,13 +130,16 @@ static inline void mix_values(const bf16* weights, const bf16* values, const Pla
 template <int R, int D>
 static inline void weigh_head(const bf16* queries, const bf16* keys, const Places& places, float scale,
                               const State& state, bf16* weights, Ahead<D>& ahead) {
-    alignas(64) float scores[R * TILE];
+    alignas(64) float scores[R * TILE], shrink[LANES];
     for (int first = 0; first < places.n; first += LANES) {
         ahead.advance();
         score_keys<R, D>(queries, keys, places.at + first, scores + first);
     }
     for (int i = 0; i < SOFTMAX_STEPS; i++) ahead.advance();
-    softmax_rows<Pair, R, D>(scores, nullptr, places.n, scale, state, weights);
+    int seen[R];
+    std::fill_n(seen, R, places.n);
+    softmax_rows<Pair, R>(scores, seen, scale, state, weights, shrink);
+    for (int i = 0; i < R * D; i += LANES) store(state.sums + i, load(state.sums + i) * shrink[i / D]);
 }
 
 // As many columns at once as there are registers for.

@@ -27,6 +27,17 @@ struct Task {
     int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
 
     int64_t parts() const { return (std::max<int64_t>(0, position + tokens) + PART - 1) / PART; }
+
+    // How many keys the tile has that begins with key `first`. Those of a decode's part are about equally long: what is
+    // asked for during one tile is needed by the next, and memory is to be busy all the time.
+    int tile(int64_t first) const {
+        // padding ends before its first key
+        const int64_t left = std::max<int64_t>(0, position + tokens - first);
+        if (!decode) return std::min<int64_t>(left, TILE);
+        const int64_t before = first % PART, keys = std::min<int64_t>(before + left, PART);
+        const int64_t step = LANES * std::max<int64_t>(1, (keys + TILE - 1) / TILE);
+        return std::min((keys + step - 1) / step * LANES, keys - before);
+    }
 };
 
 // Numbers in the online softmax's state of some rows.

@@ -15,30 +15,36 @@ namespace {
 
 constexpr int TILE = 8 * LANES;   // keys whose softmax is taken together
 constexpr int GROUP = 2 * LANES;  // keys that are scored together
+#if LANES_512
+constexpr words LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr words LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// 2^x for x <= 127, p being its polynomial on [-0.5, 0.5]; below 2^-126 it is that.
-template <typename P>
-static inline floats power_of_2(floats x, P polynomial) {
-    x = x < -126.0f ? floats{} - 126.0f : x;
-    const floats magic = floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const floats shifted = x + magic;
-    return (floats)((words)polynomial(x - (shifted - magic)) + ((words)shifted << 23));
-}
+// The largest and the sum of a vector's numbers. What GCC makes of the portable forms goes through memory.
+#if LANES_512
+static inline float largest_of(floats x) { return _mm512_reduce_max_ps((__m512)x); }
+static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+static inline float largest_of(floats x) { return max_of(x); }
+static inline float total_of(floats x) { return sum_of(x); }
+#endif
 
 struct Single {
     static constexpr int SIZE = 1;
     typedef float number;
-    // to 1 ulp or so (Cephes' exp2f)
+    // 2^x for x <= 127, to 1 ulp or so (Cephes' exp2f); 0 below 2^-126
     static inline floats exp2(floats x) {
-        return power_of_2(x, [](floats f) {
-            floats p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
-            p = p * f + 9.618437357674640e-3f;
-            p = p * f + 5.550332471162809e-2f;
-            p = p * f + 2.402264791363012e-1f;
-            p = p * f + 6.931472028550421e-1f;
-            return p * f + 1.0f;
-        });
+        const floats magic = floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+        const floats shifted = x + magic, f = x - (shifted - magic);
+        floats p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+        p = p * f + 9.618437357674640e-3f;
+        p = p * f + 5.550332471162809e-2f;
+        p = p * f + 2.402264791363012e-1f;
+        p = p * f + 6.931472028550421e-1f;
+        p = p * f + 1.0f;
+        return x < -126.0f ? floats{} : (floats)((words)p + ((words)shifted << 23));
     }
     static inline floats multiply_add(words a, words b, floats sum) { return (floats)a * (floats)b + sum; }
     template <typename T>
@@ -51,14 +57,14 @@ struct Single {
 struct Pair {
     static constexpr int SIZE = 2;
     typedef bf16 number;
-    // to 3e-6, a thousandth of what rounding the result to bf16 costs
+    // 2^x to 3e-6, a thousandth of what rounding the result to bf16 costs
     static inline floats exp2(floats x) {
-        return power_of_2(x, [](floats f) {
-            floats p = f * 9.58285e-3f + 5.590642e-2f;
-            p = p * f + 2.4024099e-1f;
-            p = p * f + 6.9312419e-1f;
-            return p * f + 1.0f;
-        });
+        const floats f = (floats)_mm512_reduce_ps((__m512)x, 0);  // less the nearest integer
+        floats p = f * 9.58285e-3f + 5.590642e-2f;
+        p = p * f + 2.4024099e-1f;
+        p = p * f + 6.9312419e-1f;
+        p = p * f + 1.0f;
+        return (floats)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
     }
     static inline floats multiply_add(words a, words b, floats sum) {
         return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -72,8 +78,7 @@ struct Pair {
     template <int D>
     static inline void interleave(const bf16* a, const bf16* b, uint32_t* pairs) {
         typedef uint16_t numbers __attribute__((vector_size(4 * LANES)));
-        const words index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const words lower = index * 0x00010001 + 0x00200000, upper = lower + 0x00100010;
+        const words lower = LANE * 0x00010001 + 0x00200000, upper = lower + 0x00100010;
         int i = 0;
         for (; i + 2 * LANES <= D; i += 2 * LANES) {
             const numbers x = (numbers)read(a + i), y = (numbers)read(b + i);
@@ -151,34 +156,33 @@ void pack_values(const T* cache, const Places& places, const Places& next, uint3
     }
 }
 
-// Scores of R rows of queries [R][WORDS] against a group of keys.
-template <typename M, int R, int D>
-void score(const uint32_t* queries, const uint32_t* keys, float* scores) {
+// Scores of R rows of queries [R][WORDS] against V vectors of a group of keys.
+template <typename M, int R, int V, int D>
+static inline void score(const uint32_t* queries, const uint32_t* keys, float* scores) {
     constexpr int W = WORDS<M, D>;
-    floats low[R] = {}, high[R] = {};
-    for (int i = 0; i < W; i++) {
-        const words a = load(keys + i * GROUP), b = load(keys + i * GROUP + LANES);
+    floats sums[R][V] = {};
+    for (int i = 0; i < W; i++)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const words q = words{} + queries[r * W + i];
-            low[r] = M::multiply_add(q, a, low[r]);
-            high[r] = M::multiply_add(q, b, high[r]);
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        store(scores + r * TILE, low[r]);
-        store(scores + r * TILE + LANES, high[r]);
-    }
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int v = 0; v < V; v++)
+                sums[r][v] = M::multiply_add(words{} + queries[r * W + i], load(keys + i * GROUP + v * LANES),
+                                             sums[r][v]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, sums[r][v]);
 }
 
-// R rows of sums [R][D] += weights [R][TILE / SIZE] times packed values of n keys, in the C vectors from `column` on.
+// R rows of sums [R][D], times `shrink` each, += weights [R][TILE / SIZE] times packed values of n keys, in the C
+// vectors from `column` on.
 template <typename M, int R, int C, int D>
-void mix(const uint32_t* weights, const uint32_t* values, int n, int column, float* sums) {
+void mix(const uint32_t* weights, const uint32_t* values, int n, int column, const float* shrink, float* sums) {
     floats x[R][C];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-        for (int i = 0; i < C; i++) x[r][i] = load(sums + r * D + column + i * LANES);
+        for (int i = 0; i < C; i++) x[r][i] = load(sums + r * D + column + i * LANES) * shrink[r];
     for (int j = 0; j < (n + M::SIZE - 1) / M::SIZE; j++) {
 #pragma GCC unroll 16
         for (int i = 0; i < C; i++) {
@@ -196,11 +200,11 @@ void mix(const uint32_t* weights, const uint32_t* values, int n, int column, flo
 
 // The same in all columns, as many at once as there are registers for.
 template <typename M, int R, int D>
-void mix_all(const uint32_t* weights, const uint32_t* values, int n, float* sums) {
+void mix_all(const uint32_t* weights, const uint32_t* values, int n, const float* shrink, float* sums) {
     constexpr int V = D / LANES, MOST = LANES == 16 ? 4 : 2;
     constexpr int C = std::min(V, MOST);
-    for (int i = 0; i + C <= V; i += C) mix<M, R, C, D>(weights, values, n, i * LANES, sums);
-    if constexpr (V % C) mix<M, R, V % C, D>(weights, values, n, (V - V % C) * LANES, sums);
+    for (int i = 0; i + C <= V; i += C) mix<M, R, C, D>(weights, values, n, i * LANES, shrink, sums);
+    if constexpr (V % C) mix<M, R, V % C, D>(weights, values, n, (V - V % C) * LANES, shrink, sums);
 }
 
 // The online softmax of some rows: sums of values [rows][D], weighted by 2^(score - largest), and of the weights;
@@ -220,50 +224,44 @@ struct State {
     }
 };
 
-template <int D>
-void scale_row(float* row, float factor) {
-    for (int i = 0; i < D; i += LANES) store(row + i, load(row + i) * factor);
-}
-
-// R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys (null: of
-// n), zeros up to n and to a multiple of LANES. Some rows at once, so that none waits for its own last result.
-template <typename M, int R, int D>
-static inline void softmax_rows(float* scores, const int* seen, int n, float scale, const State& state,
-                                typename M::number* weights) {
-    const int end = (n + LANES - 1) / LANES * LANES;
-    for (int r = 0; r < R; r++)
-        for (int j = seen ? seen[r] : n; j < end; j++) scores[r * TILE + j] = NOTHING;
-    floats peaks[R], totals[R] = {};
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) peaks[r] = load(scores + r * TILE);
-    for (int j = LANES; j < end; j += LANES)
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const floats s = load(scores + r * TILE + j);
-            peaks[r] = s > peaks[r] ? s : peaks[r];
-        }
+// R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys, zeros up
+// to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` [LANES].
+template <typename M, int R>
+__attribute__((noinline)) void softmax_rows(float* scores, const int* seen, float scale, const State& state,
+                                typename M::number* weights, float* shrink) {
     static_assert(R <= LANES);
-    floats old = {}, now = {};
-#pragma GCC unroll 16
+    const int end = (seen[R - 1] + LANES - 1) / LANES * LANES;
+    alignas(64) float growth[LANES] = {};
+    float totals[R];
+    if (seen[0] < end)  // rows of neighbouring tokens: they differ in the last two vectors only
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int j = std::max(end - 2 * LANES, 0); j < end; j += LANES) {
+                const words left = words{} + uint32_t(std::max(seen[r] - j, 0));
+                float* s = scores + r * TILE + j;
+                store(s, LANE < left ? load(s) : floats{} + NOTHING);
+            }
     for (int r = 0; r < R; r++) {
-        old[r] = state.largest[r];
-        now[r] = std::max(old[r], max_of(peaks[r]) * scale);
+        floats peaks = load(scores + r * TILE);
+        for (int j = LANES; j < end; j += LANES) {
+            const floats s = load(scores + r * TILE + j);
+            peaks = s > peaks ? s : peaks;
+        }
+        const float largest = std::max(state.largest[r], largest_of(peaks) * scale);
+        growth[r] = largest - state.largest[r];
+        state.largest[r] = largest;
     }
-    const floats shrink = M::exp2(old - now);  // 2^-126 at the first tile: of nothing
-    for (int j = 0; j < end; j += LANES)
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const floats weight = M::exp2(load(scores + r * TILE + j) * scale - now[r]);
-            totals[r] += weight;  // of keys that are not seen next to nothing: 2^-126
+    store(shrink, M::exp2(-load(growth)));
+    for (int r = 0; r < R; r++) {  // apart, so that no row waits for its own largest
+        floats sums{};
+        for (int j = 0; j < end; j += LANES) {
+            const floats weight = M::exp2(load(scores + r * TILE + j) * scale - state.largest[r]);
+            sums += weight;
             store(weights + r * TILE + j, weight);
         }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        for (int j = seen ? seen[r] : n; j < end; j++) narrow(weights + r * TILE + j, 0.0f);
-        state.totals[r] = state.totals[r] * shrink[r] + sum_of(totals[r]);
-        if (now[r] > old[r]) scale_row<D>(state.sums + r * D, shrink[r]);
-        state.largest[r] = now[r];
+        totals[r] = total_of(sums);
     }
+    for (int r = 0; r < R; r++) state.totals[r] = state.totals[r] * shrink[r] + totals[r];
 }
 
 // What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees; if it
@@ -277,21 +275,20 @@ struct Buffers {
 template <typename M, int R, int D>
 void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* values, const int* seen, float scale,
                  const State& state) {
-    alignas(64) float scores[R * TILE];
+    alignas(64) float scores[R * TILE], shrink[LANES];
     alignas(64) typename M::number weights[R * TILE];
     const int n = seen[R - 1];
-    for (int group = 0; group * GROUP < n; group++)
-        score<M, R, D>(queries, keys + group * WORDS<M, D> * GROUP, scores + group * GROUP);
-    constexpr int ROWS = R % 4 == 0 ? 4 : R % 3 == 0 ? 3 : R;
-    for (int r = 0; r < R; r += ROWS)
-        softmax_rows<M, ROWS, D>(scores + r * TILE, seen + r, n, scale, state.from<D>(r), weights + r * TILE);
-    const uint32_t* words_of = (const uint32_t*)weights;
-    if constexpr (R > 6) {
-        mix_all<M, R / 2, D>(words_of, values, n, state.sums);
-        mix_all<M, R / 2, D>(words_of + R / 2 * (TILE / M::SIZE), values, n, state.sums + R / 2 * D);
-    } else {
-        mix_all<M, R, D>(words_of, values, n, state.sums);
+    for (int first = 0; first < n; first += GROUP) {
+        const uint32_t* group = keys + first * WORDS<M, D>;
+        if (n - first > LANES)
+            score<M, R, 2, D>(queries, group, scores + first);
+        else
+            score<M, R, 1, D>(queries, group, scores + first);
     }
+    softmax_rows<M, R>(scores, seen, scale, state, weights, shrink);
+    constexpr int S = R > 6 ? R / 2 : R;  // as many rows at once as there are registers for
+    for (int r = 0; r < R; r += S)
+        mix_all<M, S, D>((const uint32_t*)(weights + r * TILE), values, n, shrink + r, state.sums + r * D);
 }
 
 // The rows of `state` from `row` on, in groups that fill the registers.

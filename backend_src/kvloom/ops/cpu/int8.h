@@ -46,35 +46,45 @@ static inline void step(ints& sum, ints weights, const int8_t* x) {
 }
 #endif
 
-// The nearest integers, ties to even, of numbers up to 2^22: adding 1.5 * 2^23 leaves no fraction.
-static inline ints nearest(floats x) { return (ints)(x + 12582912.0f) - 0x4b400000; }
-
 // What a row's group of integers is multiplied with, and what its sums begin with to undo the weights' offset.
 struct Scale {
     float scale;
     int32_t offset;
 };
 
-// What GCC makes of the portable forms goes through memory.
+// Integers of a group, each in the lowest byte of a lane.
+typedef ints Group[GROUP / LANES];
+
+// The largest of a vector; a group stored in bytes, and its sum. What GCC makes of the portable forms goes through
+// memory.
 #if LANES_512
 static inline uint32_t largest_of(words x) { return _mm512_reduce_max_epu32((__m512i)x); }
-static inline int32_t sum_of(ints x) { return _mm512_reduce_add_epi32((__m512i)x); }
-static inline void store_bytes(int8_t* p, ints x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+static inline int32_t store_bytes(int8_t* p, const Group& x) {
+    const __m128i low = _mm512_cvtepi32_epi8((__m512i)x[0]), high = _mm512_cvtepi32_epi8((__m512i)x[1]);
+    _mm_storeu_si128((__m128i*)p, low);
+    _mm_storeu_si128((__m128i*)p + 1, high);
+    // as unsigned numbers, 128 more each, eight are added up at once
+    const __m128i flip = _mm_set1_epi8(-128), zero = _mm_setzero_si128();
+    const __m128i sums = _mm_add_epi32(_mm_sad_epu8(_mm_xor_si128(low, flip), zero),
+                                       _mm_sad_epu8(_mm_xor_si128(high, flip), zero));
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 128 * GROUP;
+}
 #else
 static inline uint32_t largest_of(words x) {
     uint32_t most = 0;
     for (int l = 0; l < LANES; l++) most = std::max<uint32_t>(most, x[l]);
     return most;
 }
-static inline int32_t sum_of(ints x) {
-    int32_t sum = 0;
-    for (int l = 0; l < LANES; l++) sum += x[l];
-    return sum;
-}
-static inline void store_bytes(int8_t* p, ints x) {
+static inline int32_t store_bytes(int8_t* p, const Group& x) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
-    const bytes narrowed = __builtin_convertvector(x, bytes);
-    std::memcpy(p, &narrowed, sizeof narrowed);
+    int32_t sum = 0;
+    for (const ints& part : x) {
+        const bytes narrowed = __builtin_convertvector(part, bytes);
+        std::memcpy(p, &narrowed, sizeof narrowed);
+        for (int l = 0; l < LANES; l++) sum += p[l];
+        p += LANES;
+    }
+    return sum;
 }
 #endif
 
@@ -92,37 +102,32 @@ static inline Scale quantize(const T* x, int8_t* out) {
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    ints sum = {};
-    for (int i = 0; i < GROUP / LANES; i++) {
-        const ints q = nearest(v[i] * inverse);
-        store_bytes(out + i * LANES, q);
-        sum += q;
-    }
-    return {largest / 127.0f, OFFSET == 0 ? 0 : -OFFSET * sum_of(sum)};
+    Group rounded;  // adding 1.5 * 2^23 to numbers up to 2^22 leaves no fraction
+    for (int i = 0; i < GROUP / LANES; i++) rounded[i] = (ints)(v[i] * inverse + 12582912.0f);
+    const int32_t sum = store_bytes(out, rounded);
+    return {largest / 127.0f, -OFFSET * sum};
 }
 
-// Rows in INT8: of each tile, group and row GROUP integers and a scale.
+// Rows in INT8: of each tile, group and row GROUP integers and a scale, with which the largest becomes 127.
 class Int8Rows {
    public:
-    // x [rows, width], of which the last group may have fewer.
+    Int8Rows(const Tiles& tiles, int64_t groups)
+        : tiles(tiles),
+          groups(groups),
+          integers(new int8_t[tiles.rows * groups * GROUP]),
+          factors(new Scale[tiles.rows * groups]) {}
+
+    // Rounds a row [width], of which the last group may have fewer.
     template <typename T>
-    Int8Rows(const T* x, const Tiles& tiles, int64_t width, int64_t groups)
-        : groups(groups), integers(new int8_t[tiles.rows * groups * GROUP]), factors(new Scale[tiles.rows * groups]) {
-#pragma omp parallel for schedule(static) if (tiles.count > 1)
-        for (int64_t tile = 0; tile < tiles.count; tile++) {
-            const int64_t first = tiles.first(tile), size = tiles.size(tile);
-            for (int64_t r = 0; r < size; r++)
-                for (int64_t g = 0; g < groups; g++) {
-                    const T* from = x + (first + r) * width + g * GROUP;
-                    T last[GROUP] = {};
-                    if ((g + 1) * GROUP > width) {
-                        std::copy(from, from + width - g * GROUP, last);
-                        from = last;
-                    }
-                    const int64_t place = first * groups + g * size + r;
-                    factors[place] = quantize(from, &integers[place * GROUP]);
-                }
-        }
+    void fill(int64_t row, const T* x, int64_t width) {
+        const int64_t tile = tiles.of(row), first = tiles.first(tile), size = tiles.size(tile);
+        int64_t place = first * groups + row - first, g = 0;
+        for (; g < width / GROUP; g++, place += size)
+            factors[place] = quantize(x + g * GROUP, &integers[place * GROUP]);
+        if (g == groups) return;
+        T last[GROUP] = {};
+        std::copy(x + g * GROUP, x + width, last);
+        factors[place] = quantize(last, &integers[place * GROUP]);
     }
 
     // Those of a tile, by its first row.
@@ -130,7 +135,8 @@ class Int8Rows {
     const Scale* scales(int64_t first) const { return &factors[first * groups]; }
 
    private:
-    int64_t groups;
+    const Tiles tiles;
+    const int64_t groups;
     std::unique_ptr<int8_t[]> integers;
     std::unique_ptr<Scale[]> factors;
 };

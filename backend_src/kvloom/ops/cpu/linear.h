@@ -60,33 +60,16 @@ static inline void step(floats& low, floats& high, const T* x, const T* w) {
     step(high, x, load_weights(w + LANES * STEP<T>));
 }
 
-// One row's results of a panel, the last of which may be narrower.
-template <typename O>
-static inline void store_row(O* out, floats low, floats high, int width) {
-    if (width == PANEL) {
-        store(out, low);
-        store(out + LANES, high);
-        return;
-    }
-    float sums[PANEL];
-    store(sums, low);
-    store(sums + LANES, high);
-    for (int i = 0; i < width; i++) narrow(out + i, sums[i]);
-}
-
-// Calls work(panel, width, first row, end row) for every panel and pass, in parallel.
+// Calls work(panel, first row, end row) for every panel and pass, in parallel.
 template <typename F>
-static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
-    const auto run = [&](int64_t panel, int64_t first, int64_t end) {
-        work(panel, std::min<int64_t>(PANEL, outputs - panel * PANEL), first, end);
-    };
+static inline void for_panels(int64_t rows, int64_t panels, F&& work) {
+    const int64_t threads = omp_get_max_threads();
     if (rows <= ROWS || rows < threads * ROWS / 2) {
         // Runs of panels that get ever shorter: memory likes long ones, with short ones no core waits for another.
 #pragma omp parallel
         for (int64_t first = 0; first < rows; first += ROWS)
 #pragma omp for schedule(guided) nowait
-            for (int64_t panel = 0; panel < panels; panel++) run(panel, first, std::min(rows, first + ROWS));
+            for (int64_t panel = 0; panel < panels; panel++) work(panel, first, std::min(rows, first + ROWS));
         return;
     }
     // Many rows: each thread has the same ones in every op, in a cache of its own, and helps others when it is done.
@@ -97,7 +80,7 @@ static inline void for_panels(int64_t rows, int64_t outputs, F&& work) {
         const int64_t owner = (omp_get_thread_num() + turn) % threads;
         for (int64_t task; (task = taken[owner]++) < passes * panels;) {
             const int64_t part = owner * passes + task / panels;
-            run(task % panels, rows * part / parts, rows * (part + 1) / parts);
+            work(task % panels, rows * part / parts, rows * (part + 1) / parts);
         }
     }
 }

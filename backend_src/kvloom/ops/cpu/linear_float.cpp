@@ -1,6 +1,7 @@
 // Products with weights in fp32 and bf16.
 #include <utility>
 
+#include "activation.h"
 #include "linear.h"
 #include "replay.h"
 
@@ -24,9 +25,41 @@ constexpr int64_t STEP_BYTES = PANEL * STEP<T> * sizeof(T);
 constexpr int FETCHED_ROWS = 8;
 constexpr int64_t FETCH_AHEAD = 8192;  // bytes, where a panel is gone over once
 
+// What becomes of the sums of a panel's two halves. OUTPUTS: results of a panel; the last one may have fewer.
+struct Plain {
+    static constexpr int64_t OUTPUTS = PANEL;
+
+    template <typename O>
+    static void store_row(O* out, floats low, floats high, int64_t width) {
+        if (width >= OUTPUTS) {
+            store(out, low);
+            store(out + LANES, high);
+            return;
+        }
+        float sums[PANEL];
+        store(sums, low);
+        store(sums + LANES, high);
+        for (int64_t i = 0; i < width; i++) narrow(out + i, sums[i]);
+    }
+};
+
+// The halves are gates and what they gate.
+struct Gated {
+    static constexpr int64_t OUTPUTS = LANES;
+
+    template <typename O>
+    static void store_row(O* out, floats gate, floats up, int64_t width) {
+        const floats gated = silu_mul_of<O>(gate, up);
+        if (width >= OUTPUTS) return store(out, gated);
+        float results[LANES];
+        store(results, gated);
+        for (int64_t i = 0; i < width; i++) narrow(out + i, results[i]);
+    }
+};
+
 // Not inlined: side by side in one function, the tiles take registers from each other.
-template <int R, bool FETCH, typename T, typename O>
-__attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, O* out, int64_t outputs, int width,
+template <typename Form, int R, bool FETCH, typename T, typename O>
+__attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, O* out, int64_t outputs, int64_t width,
                                     Ahead ahead) {
     floats low[R] = {}, high[R] = {};
     for (int64_t first = 0; first < inputs; first += PART<T>) {
@@ -42,7 +75,7 @@ __attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, 
         }
         for (int r = 0; r < R; r++) low[r] += a[r], high[r] += b[r];
     }
-    for (int r = 0; r < R; r++) store_row(out + r * outputs, low[r], high[r], width);
+    for (int r = 0; r < R; r++) Form::store_row(out + r * outputs, low[r], high[r], width);
 }
 
 // Calls work(count), count a constant of the compiler's from 1 to the sequence's length.
@@ -51,10 +84,10 @@ static inline void with_constant(int64_t count, std::integer_sequence<int, I...>
     ((count == I + 1 ? work(std::integral_constant<int, I + 1>()) : void()), ...);
 }
 
-template <typename T, typename O>
+template <typename Form, typename T, typename O>
 void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t outputs, O* out) {
-    const int64_t bytes = inputs * PANEL * sizeof(T);
-    for_panels(rows, outputs, [&](int64_t n, int width, int64_t first, int64_t end) {
+    const int64_t bytes = inputs * PANEL * sizeof(T), panels = (outputs + Form::OUTPUTS - 1) / Form::OUTPUTS;
+    for_panels(rows, panels, [&](int64_t n, int64_t first, int64_t end) {
         const T* panel = packed + n * inputs * PANEL;
         const int64_t count = end - first, tiles = (count + TILE - 1) / TILE;
         for (int64_t t = 0; t < tiles; t++) {
@@ -63,8 +96,9 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
             if (tiles > 1)  // each fetches its share of the next panel
                 ahead = {(const char*)panel + bytes + bytes * (m - first) / count, STEP_BYTES<T> * (next - m) / count};
             const auto work = [&](auto tile_rows, auto fetch) {
-                tile<tile_rows, fetch>(x + m * inputs, inputs, panel, out + m * outputs + n * PANEL, outputs, width,
-                                       ahead);
+                const int64_t column = n * Form::OUTPUTS;
+                tile<Form, tile_rows, fetch>(x + m * inputs, inputs, panel, out + m * outputs + column, outputs,
+                                             outputs - column, ahead);
             };
             with_constant(next - m, std::make_integer_sequence<int, TILE>(), [&](auto tile_rows) {
                 constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller ones are alone
@@ -77,21 +111,31 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
     });
 }
 
-// Where weight [row, k] lies in `packed`.
+// Where weight [row, k] lies in `packed`, its rows being those of the panels.
 template <typename T>
 int64_t place(int64_t row, int64_t k, int64_t padded) {
     const int64_t group = k / STEP<T> * STEP<T>;
     return (row / PANEL * padded + group) * PANEL + row % PANEL * STEP<T> + k % STEP<T>;
 }
 
+// Copies the weights of `count` outputs to the panels' rows from `row` on; zeros where there are fewer.
 template <typename T>
-void pack(const T* weight, int64_t outputs, int64_t inputs, int64_t padded, T* packed) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+void pack_rows(const T* weight, int64_t count, int64_t row, int64_t lanes, int64_t inputs, int64_t padded, T* packed) {
+    for (int64_t k = 0; k < padded; k++)
+        for (int64_t i = 0; i < lanes; i++)
+            packed[place<T>(row + i, k, padded)] = i < count && k < inputs ? weight[i * inputs + k] : T{};
+}
+
+template <typename T>
+void pack(const T* weight, int64_t outputs, int64_t inputs, int64_t padded, bool gated, T* packed) {
+    const int64_t width = gated ? outputs / 2 : outputs, lanes = gated ? LANES : PANEL;
 #pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < panels; n++)
-        for (int64_t k = 0; k < padded; k++)
-            for (int64_t row = n * PANEL; row < (n + 1) * PANEL; row++)
-                packed[place<T>(row, k, padded)] = row < outputs && k < inputs ? weight[row * inputs + k] : T{};
+    for (int64_t first = 0; first < width; first += lanes) {
+        const int64_t row = first / lanes * PANEL;
+        pack_rows(weight + first * inputs, width - first, row, lanes, inputs, padded, packed);
+        if (gated)
+            pack_rows(weight + (width + first) * inputs, width - first, row + lanes, lanes, inputs, padded, packed);
+    }
 }
 
 template <typename T>
@@ -107,26 +151,37 @@ void rows_of(const T* packed, const int64_t* ids, int64_t count, int64_t inputs,
 extern "C" int kvloom_linear_panel() { return PANEL; }
 extern "C" int kvloom_linear_pair() { return PAIR; }
 
-// weight [outputs, inputs] to `packed` [panels, padded, PANEL], inputs padded with zeros to a multiple of a pair.
+// weight [outputs, inputs] to `packed` [panels, padded, PANEL], inputs padded with zeros to a multiple of a pair. Of a
+// gated one the first half of the outputs are gates, and a panel is LANES of them beside the LANES that they gate.
 extern "C" void kvloom_linear_pack(const void* weight, int is_bf16, int64_t outputs, int64_t inputs, int64_t padded,
-                                   void* packed) {
+                                   int gated, void* packed) {
     if (is_bf16)
-        pack((const bf16*)weight, outputs, inputs, padded, (bf16*)packed);
+        pack((const bf16*)weight, outputs, inputs, padded, gated, (bf16*)packed);
     else
-        pack((const float*)weight, outputs, inputs, padded, (float*)packed);
+        pack((const float*)weight, outputs, inputs, padded, gated, (float*)packed);
 }
 
 // x [rows, inputs] (padded) to out [rows, outputs].
 extern "C" void kvloom_linear(const void* x, int is_bf16, int64_t rows, int64_t inputs, const void* packed,
                               int64_t outputs, void* out, int out_bf16) {
     if (!is_bf16)
-        product((const float*)x, rows, inputs, (const float*)packed, outputs, (float*)out);
+        product<Plain>((const float*)x, rows, inputs, (const float*)packed, outputs, (float*)out);
     else if (out_bf16)
-        product((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (bf16*)out);
+        product<Plain>((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (bf16*)out);
     else
-        product((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (float*)out);
+        product<Plain>((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (float*)out);
 }
 REPLAYED(kvloom_linear)
+
+// The same with a gated weight, to out [rows, outputs] of x's type, outputs being half of the weight's.
+extern "C" void kvloom_linear_gated(const void* x, int is_bf16, int64_t rows, int64_t inputs, const void* packed,
+                                    int64_t outputs, void* out) {
+    if (is_bf16)
+        product<Gated>((const bf16*)x, rows, inputs, (const bf16*)packed, outputs, (bf16*)out);
+    else
+        product<Gated>((const float*)x, rows, inputs, (const float*)packed, outputs, (float*)out);
+}
+REPLAYED(kvloom_linear_gated)
 
 // Rows `ids` of the weight, to out fp32 [count, inputs].
 extern "C" void kvloom_linear_rows(const void* packed, int is_bf16, const int64_t* ids, int64_t count, int64_t inputs,

@@ -38,12 +38,68 @@ void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uin
     store_tile(out, outputs, totals, width);
 }
 
+// The panels, shared out to threads: each has a run of its own, fetches its next panel while it multiplies, and helps
+// others when it is done.
+class Runs {
+   public:
+    Runs(const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t outputs)
+        : threads(omp_get_max_threads()),
+          tiles(tiles),
+          groups(groups),
+          packed(packed),
+          panels((outputs + PANEL - 1) / PANEL),
+          passes((tiles.count + TOGETHER - 1) / TOGETHER),
+          taken(threads) {}
+
+    // Calls work(panel, tile, ahead) for some of them, in every thread of a parallel region.
+    template <typename F>
+    void work_on_some(F&& work) {
+        const int64_t tasks = panels * passes;
+        for (int64_t turn = 0; turn < threads; turn++) {
+            const int64_t owner = (omp_get_thread_num() + turn) % threads;
+            const int64_t start = tasks * owner / threads, stop = tasks * (owner + 1) / threads;
+            for (int64_t task; (task = start + taken[owner].count++) < stop;) run(task, task + 1 < stop, work);
+        }
+    }
+
+    const int64_t threads;
+
+   private:
+    static constexpr int64_t TOGETHER = ROWS / TILE;  // tiles per pass over the panels
+
+    struct alignas(64) Taken {  // in a cache line of its own
+        std::atomic<int64_t> count{0};
+    };
+
+    template <typename F>
+    void run(int64_t task, bool has_next, F&& work) const {
+        const int64_t bytes = panel_bytes(groups), pass = task / panels;
+        const int64_t begin = pass * tiles.count / passes, end = (pass + 1) * tiles.count / passes;
+        const uint8_t* next = packed + (task + 1) % panels * bytes;
+        const int64_t lines = has_next ? (bytes + 63) / 64 : 0, steps = 2 * groups * (end - begin);
+        const int64_t share = (lines + steps - 1) / steps;
+        for (int64_t tile = begin; tile < end; tile++) {
+            const int64_t from = (tile - begin) * 2 * groups * share;
+            work(task % panels, tile, Ahead{next + from * 64, from < lines ? share : 0});
+        }
+    }
+
+    const Tiles tiles;
+    const int64_t groups;
+    const uint8_t* packed;
+    const int64_t panels;
+    const int64_t passes;
+    std::vector<Taken> taken;  // of each thread's run
+};
+
 template <typename T, typename O>
 void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
     const int64_t groups = inputs / GROUP;
     const Tiles tiles(rows);
-    const Int8Rows rounded(x, tiles, width, groups);
-    const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
+    Int8Rows rounded(tiles, groups);
+    Runs runs(tiles, groups, packed, outputs);
+    const auto round = [&](int64_t row) { rounded.fill(row, x + row * width, width); };
+    const auto multiply = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes(groups);
         const int64_t first = tiles.first(t);
         with_constant(tiles.size(t), [&](auto size) {
@@ -55,7 +111,15 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
             }
         });
     };
-    for_panels_of_tiles(tiles, inputs, groups, packed, panel_bytes(groups), outputs, work);
+    if (rows == 1) round(0);  // sooner done than shared out
+#pragma omp parallel num_threads(runs.threads)
+    {
+        if (rows > 1) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) round(row);
+        }
+        runs.work_on_some(multiply);
+    }
 }
 
 }  // namespace

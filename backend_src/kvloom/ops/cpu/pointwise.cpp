@@ -1,6 +1,7 @@
 // Rows of a table, residual add and RMS norm, RoPE with the cache write, gated activation: one pass over each row.
 #include <cmath>
 
+#include "activation.h"
 #include "common.h"
 #include "replay.h"
 
@@ -16,65 +17,82 @@ void add_rms_norm(const float* residual, const U* update, const O* weight, float
     for (int64_t r = 0; r < count; r++) {
         const int64_t row = rows ? rows[r] : r;
         const float* in = residual + row * width;
+        const U* more = update ? update + row * width : nullptr;
         float* added = sum + r * width;
-        float squares = 0.0f;
-        if (update) {
-            const U* more = update + row * width;
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < width; i++) {
-                const float x = in[i] + widen(more[i]);
-                added[i] = x;
-                squares += x * x;
-            }
-        } else {
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < width; i++) {
-                added[i] = in[i];
-                squares += in[i] * in[i];
-            }
+        // several sums, none of which waits for the one before
+        constexpr int SUMS = 4;
+        floats squares[SUMS] = {};
+        const auto add = [&](int64_t i, floats& sum_of_squares) {
+            floats x = load(in + i);
+            if (more) x += load(more + i);
+            store(added + i, x);
+            sum_of_squares += x * x;
+        };
+        int64_t i = 0;
+        for (; i + SUMS * LANES <= width; i += SUMS * LANES)
+            for (int s = 0; s < SUMS; s++) add(i + s * LANES, squares[s]);
+        for (; i + LANES <= width; i += LANES) add(i, squares[0]);
+        float total = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
+        for (; i < width; i++) {
+            added[i] = in[i] + (more ? widen(more[i]) : 0.0f);
+            total += added[i] * added[i];
         }
-        const float scale = 1.0f / std::sqrt(squares / width + eps);
+        const float scale = 1.0f / std::sqrt(total / width + eps);
         O* out = normed + r * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) narrow(out + i, added[i] * scale * widen(weight[i]));
+        for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(added + i) * scale * load(weight + i));
+        for (; i < width; i++) narrow(out + i, added[i] * scale * widen(weight[i]));
     }
+}
+
+// Turns a head by the angles of a position.
+template <typename Q, typename T>
+static inline void rotate(const Q* in, const float* cosines, const float* sines, int64_t half, T* out) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const floats a = load(in + i), b = load(in + half + i), c = load(cosines + i), s = load(sines + i);
+        store(out + i, a * c - b * s);
+        store(out + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        const float a = widen(in[i]), b = widen(in[half + i]);
+        narrow(out + i, a * cosines[i] - b * sines[i]);
+        narrow(out + half + i, b * cosines[i] + a * sines[i]);
+    }
+}
+
+template <typename Q, typename T>
+static inline void copy(const Q* in, int64_t count, T* out) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, load(in + i));
+    for (; i < count; i++) narrow(out + i, widen(in[i]));
 }
 
 template <typename Q, typename T>
 void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, T* k_cache,
                    T* v_cache, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                    int64_t block_stride, Q* q_out) {
-    const int64_t half = dim / 2;
+    const int64_t half = dim / 2, line = 64 / sizeof(T);
 #pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
     for (int64_t t = 0; t < rows; t++) {
         const Q* row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float* cosines = cos_sin + positions[t] * dim;
         const float* sines = cosines + half;
-        for (int64_t h = 0; h < heads; h++) {
-            const Q* in = row + h * dim;
-            Q* out = q_out + (t * heads + h) * dim;
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                const float a = widen(in[i]), b = widen(in[half + i]);
-                narrow(out + i, a * cosines[i] - b * sines[i]);
-                narrow(out + half + i, b * cosines[i] + a * sines[i]);
-            }
-        }
-        if (slots[t] < 0) continue;
-        const int64_t place = slots[t] / block_size * block_stride + slots[t] % block_size * dim;
+        const bool kept = slots[t] >= 0;
+        const int64_t place = kept ? slots[t] / block_size * block_stride + slots[t] % block_size * dim : 0;
+        // the cache's lines lie in memory and far apart: all are asked for before the first one is written to
+        if (kept)
+            for (int64_t h = 0; h < kv_heads; h++)
+                for (int64_t i = 0; i < dim; i += line) {
+                    __builtin_prefetch(k_cache + place + h * block_size * dim + i, 1);
+                    __builtin_prefetch(v_cache + place + h * block_size * dim + i, 1);
+                }
+        for (int64_t h = 0; h < heads; h++)
+            rotate(row + h * dim, cosines, sines, half, q_out + (t * heads + h) * dim);
+        if (!kept) continue;
         for (int64_t h = 0; h < kv_heads; h++) {
-            const Q* key = row + (heads + h) * dim;
-            const Q* value = row + (heads + kv_heads + h) * dim;
-            T* k = k_cache + place + h * block_size * dim;
-            T* v = v_cache + place + h * block_size * dim;
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                const float a = widen(key[i]), b = widen(key[half + i]);
-                narrow(k + i, a * cosines[i] - b * sines[i]);
-                narrow(k + half + i, b * cosines[i] + a * sines[i]);
-            }
-#pragma omp simd
-            for (int64_t i = 0; i < dim; i++) narrow(v + i, widen(value[i]));
+            const int64_t there = place + h * block_size * dim;
+            rotate(row + (heads + h) * dim, cosines, sines, half, k_cache + there);
+            copy(row + (heads + kv_heads + h) * dim, dim, v_cache + there);
         }
     }
 }
@@ -87,12 +105,7 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t width, T* out) {
         const T* up = gate + width;
         T* o = out + r * width;
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const floats g = load(gate + i);
-            floats minus = floats{} - g;
-            minus = minus > 88.0f ? floats{} + 88.0f : minus;
-            store(o + i, g / (exp_of(minus) + 1.0f) * load(up + i));
-        }
+        for (; i + LANES <= width; i += LANES) store(o + i, silu_mul_of<T>(load(gate + i), load(up + i)));
         for (; i < width; i++) {
             const float g = widen(gate[i]);
             narrow(o + i, g / (std::exp(-g) + 1.0f) * widen(up[i]));

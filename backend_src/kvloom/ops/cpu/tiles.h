@@ -75,6 +75,7 @@ struct Tiles {
     explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE - 1) / TILE) {}
     int64_t first(int64_t tile) const { return tile * rows / count; }
     int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
+    int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
 // The part of a later panel that a tile asks memory for, some lines in each of its steps, while it computes.
