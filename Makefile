@@ -18,7 +18,7 @@ serve: setup
 	$(BIN)/kvloom serve
 
 load: setup
-	$(BIN)/python load/run.py run
+	$(BIN)/python load/run.py run --name load
 
 bench: setup
 	$(BIN)/python load/benchmark.py run
@@ -44,4 +44,4 @@ test-all: setup lint
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build client/build client/*.egg-info backend_src/*.egg-info

@@ -1,8 +1,8 @@
 """Check and time the GPU kernels and steps on a GPU; writes build/reports/gpu-check.json.
 
-Needs the repository, torch, triton and numpy; under 8 minutes on an H200. ``--dry`` runs the same code on a CPU in
-triton's interpreter (TRITON_INTERPRET=1), at tiny shapes; its times mean nothing. The interpreter of triton 3.6 fails
-with numpy 2.5 and works with 2.2.
+Needs the repository, torch, triton and numpy. It has not run on a GPU yet: its 7 minutes are a budget for an H200,
+and what is left then is reported as not run. ``--dry`` runs the same code on a CPU in triton's interpreter, at tiny
+shapes; its times mean nothing.
 """
 
 import argparse
@@ -22,6 +22,10 @@ for folder in ("gpu", "backend_src"):
     # where kvloom is not installed
     sys.path.insert(0, str(ROOT / folder))
 
+if "--dry" in sys.argv[1:]:
+    # read by triton when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import torch  # noqa: E402
 import triton  # noqa: E402
 
@@ -31,7 +35,7 @@ from kvloom_gpu.bench import Clock, copy_bandwidth  # noqa: E402
 from kvloom_gpu.sizes import Sizes, dry, h200  # noqa: E402
 
 SECONDS = 420
-"""After so many, what is left is reported as not run."""
+"""The budget: after so many, what is left is reported as not run."""
 
 Part = Callable[[], Iterator[dict[str, Any]]]
 
@@ -90,19 +94,18 @@ def _meta(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run every part; 0 where everything is right."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    # what is not spelled out above would come too late for triton
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dry", action="store_true", help="on the CPU, in triton's interpreter")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "gpu-check.json")
     arguments = parser.parse_args()
     if arguments.dry:
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            parser.error("--dry needs TRITON_INTERPRET=1 in the environment")
         sizes = dry()
         use_triton_everywhere(True)
     elif torch.cuda.is_available():
         sizes = h200(torch.device("cuda:0"))
     else:
-        parser.error("torch sees no GPU; --dry runs the same code on a CPU")
+        parser.error(f"torch sees no GPU; on a CPU the same code runs with: {sys.executable} {sys.argv[0]} --dry")
     seed = time.time_ns() % 2**31
     torch.manual_seed(seed)
     report = Report(arguments.report, _meta(sizes, seed))

@@ -32,7 +32,7 @@ from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom_load.machine import cpu
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 REPORTS = Path("build/reports")
 RESULTS = Path(__file__).parent / "results"
@@ -50,7 +50,9 @@ def run(
         typer.Option(help="Engines whose name is this, or begins so; may be repeated.", metavar="NAME"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is run; figures are medians.")] = 3,
-    quick: Annotated[bool, typer.Option(help="A few tokens in each case: shows that it works, no figures.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="A few tokens in each case: shows that it works; the figures mean nothing.")
+    ] = False,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -101,9 +103,13 @@ def run(
         "versions": record.versions,
     }
     compared = comparisons(rows)
+    if quick:
+        meta["quick"] = tables.QUICK
     _write(folder, name, meta, rows, compared)
     tables.show(rows, compared, tables.console())
-    tables.warn(probe.unsteady(record.probes) if machines else [], tables.console())
+    tables.warn(probe.unsteady(record.probes) if machines else [], rounds, tables.console())
+    if quick:
+        print(tables.QUICK)
     print(f"results: {folder / name}.json, .md, .svg")
 
 
@@ -143,11 +149,15 @@ def profile(
     """Say where the time of a decode step goes."""
     if weights not in IN_PROCESS:
         raise typer.BadParameter(f"--weights {weights}: one of {', '.join(IN_PROCESS)}")
+    counts = _numbers(streams)
     spec = GgufFile(default_model()).spec
+    progress = Console(stderr=True)
+    progress.print("measuring the machine; all of it takes some two minutes")
     with Probe() as process:
         before = process.measure(PROFILE_REPEATS)
     settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
-    profiles = profile_step.profile(settings, [int(count) for count in streams.split(",")])
+    profiles = profile_step.profile(settings, counts, lambda what: progress.print(what, markup=False))
+    progress.print("measuring the machine again")
     with Probe() as process:
         after = process.measure(PROFILE_REPEATS)
     machine = probe.best([before, after])
@@ -166,7 +176,18 @@ def profile(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
     tables.show_profile(rows, tables.console())
-    tables.warn(meta["unsteady"], tables.console())
+    tables.warn(meta["unsteady"], 1, tables.console())
+    print(f"results: {folder / name}.json")
+
+
+def _numbers(streams: str) -> list[int]:
+    try:
+        counts = [int(count) for count in streams.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise typer.BadParameter(f"{streams!r}: numbers of at least 1, like 1,32", param_hint="'--streams'")
+    return counts
 
 
 def _chosen(names: list[str] | None) -> list[Variant]:

@@ -4,6 +4,8 @@
 servers themselves, on free ports, and write build/reports/NAME.json and NAME.html, with Locust's own pages beside them.
 """
 
+import subprocess
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -12,28 +14,32 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloom.repository import parse_assignments
+from kvloom.errors import KvloomError
+from kvloom.repository import ModelRepository, parse_assignments
+from kvloom_client import KvloomClientError
 from kvloom_load import report
-from kvloom_load.comparisons import COMPARISONS, Comparison, Configuration, serve
-from kvloom_load.drive import USERS, Plan, drive
+from kvloom_load.comparisons import COMPARISONS, Comparison, ComparisonName, Configuration, serve
+from kvloom_load.drive import Plan, UserName, drive
 from kvloom_load.figures import Target, add_efficiency, row
-from kvloom_load.lengths import DEFAULT_FILE
+from kvloom_load.lengths import DEFAULT_FILE, read_kinds
 from kvloom_load.machine import cpu
-from kvloom_load.scenarios import SCENARIOS
+from kvloom_load.progress import Progress
+from kvloom_load.scenarios import SCENARIOS, ScenarioName
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Users = Annotated[str, typer.Option("--users", help="Numbers of users, tested one after the other.", metavar="N,N,...")]
 Seconds = Annotated[int, typer.Option(min=2, help="Length of the test of each number of users.")]
-User = Annotated[str, typer.Option(help=f"One of {', '.join(USERS)}.")]
-Scenario = Annotated[str, typer.Option(help=f"One of {', '.join(SCENARIOS)}.")]
-LengthsFile = Annotated[Path, typer.Option(help="JSON file of prompt and answer lengths.", metavar="FILE")]
+LengthsFile = Annotated[
+    Path,
+    typer.Option(help="JSON file of prompt and answer lengths.", metavar="FILE", exists=True, dir_okay=False),
+]
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="A server setting.", metavar="KEY=VALUE")]
-Ttft = Annotated[float, typer.Option(help="Target for the first token of a good answer.")]
-Itl = Annotated[float, typer.Option(help="Target for the mean time between its tokens.")]
-Timeout = Annotated[int, typer.Option(help="Seconds an answer may take.")]
-Name = Annotated[str, typer.Option(help="Name of the report.")]
-Folder = Annotated[Path, typer.Option(help="Where the report goes.", metavar="DIR")]
+Ttft = Annotated[float, typer.Option(min=0, help="Target for the first token of a good answer.")]
+Itl = Annotated[float, typer.Option(min=0, help="Target for the mean time between its tokens.")]
+Timeout = Annotated[int, typer.Option(min=1, help="Seconds an answer may take.")]
+Name = Annotated[str | None, typer.Option(help="Name of the report.", show_default="load-SCENARIO-USER")]
+Folder = Annotated[Path, typer.Option(help="Where the report goes.", metavar="DIR", file_okay=False)]
 
 REPORTS = Path("build/reports")
 
@@ -42,24 +48,25 @@ REPORTS = Path("build/reports")
 def run(
     users: Users = "1,4,16",
     seconds: Seconds = 20,
-    user: User = "GrpcUser",
-    scenario: Scenario = "steady",
+    user: Annotated[UserName, typer.Option(help="Who asks.")] = "GrpcUser",
+    scenario: Annotated[ScenarioName, typer.Option(help="What they do.")] = "steady",
     lengths: LengthsFile = DEFAULT_FILE,
     assignments: Assignments = None,
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
     answer_timeout: Timeout = Plan.answer_timeout,
-    name: Name = "load",
+    name: Name = None,
     folder: Folder = REPORTS,
 ) -> None:
     """Test one server."""
     comparison = Comparison((Configuration(),), scenario, user)
+    name = name or f"load-{scenario}-{user}"
     _test(name, comparison, users, seconds, lengths, assignments, Target(ttft_ms, itl_ms), answer_timeout, folder)
 
 
 @app.command()
 def compare(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(COMPARISONS)}.", metavar="WHAT")],
+    what: Annotated[ComparisonName, typer.Argument(help="What differs.", metavar="WHAT")],
     users: Users = "1,8,32",
     seconds: Seconds = 20,
     lengths: LengthsFile = DEFAULT_FILE,
@@ -70,8 +77,6 @@ def compare(
     folder: Folder = REPORTS,
 ) -> None:
     """Test two configurations of the server, one after the other, and show them side by side."""
-    if what not in COMPARISONS:
-        raise typer.BadParameter(f"{what}: one of {', '.join(COMPARISONS)}")
     target = Target(ttft_ms, itl_ms)
     _test(f"load-{what}", COMPARISONS[what], users, seconds, lengths, assignments, target, answer_timeout, folder)
 
@@ -87,7 +92,9 @@ def _test(
     answer_timeout: int,
     folder: Path,
 ) -> None:
+    counts = _counts(users)
     settings = parse_assignments(assignments or [])
+    _check(comparison, lengths, settings)
     plan = Plan(
         comparison.user,
         comparison.scenario,
@@ -98,11 +105,13 @@ def _test(
     )
     REPORTS.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    progress = Progress(plan, counts, len(comparison.configurations))
     for number, configuration in enumerate(comparison.configurations):
         with serve(configuration, settings) as server:
-            for count in map(int, users.split(",")):
+            for count in counts:
                 page = REPORTS / f"{name}-locust-{number}-{count}.html"
                 rows.append(row(drive(server, plan, count, page), configuration.name, target))
+                progress.finished(rows[-1])
     add_efficiency(rows)
     meta = {
         "name": name,
@@ -126,5 +135,47 @@ def _test(
     print(f"report: {page}")
 
 
+def _counts(users: str) -> list[int]:
+    """The numbers of users."""
+    try:
+        counts = [int(count) for count in users.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise typer.BadParameter(f"{users!r}: numbers of at least 1, like 1,4,16", param_hint="'--users'")
+    return counts
+
+
+def _check(comparison: Comparison, lengths: Path, settings: dict[str, str]) -> None:
+    """Refuse what can't be tested before anything is started.
+
+    Raises:
+        typer.BadParameter: the lengths are not those of all requests, or a setting is one of those to compare.
+        KvloomError: a server would refuse its settings or its model.
+    """
+    try:
+        kinds = read_kinds(lengths)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--lengths'") from error
+    mix = [name for name, _ in SCENARIOS[comparison.scenario].mix]
+    for kind in ["turn"] if comparison.user == "ChatUser" else mix:
+        if kind not in kinds:
+            raise typer.BadParameter(f"{lengths}: there is no kind {kind!r}", param_hint="'--lengths'")
+    for configuration in comparison.configurations:
+        for key in configuration.settings.keys() & settings:
+            raise typer.BadParameter(f"{key} is what is compared", param_hint="'--set'")
+        ModelRepository({**settings, **configuration.settings})
+
+
+def main() -> None:
+    """Run the command; what goes wrong for a known reason becomes a message and exit code 1."""
+    try:
+        app()
+    except (KvloomError, KvloomClientError) as error:
+        sys.exit(f"load: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"load: Locust failed with exit code {error.returncode}; what it says is above")
+
+
 if __name__ == "__main__":
-    app()
+    main()

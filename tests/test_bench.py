@@ -25,6 +25,7 @@ from bench.probe import Probe, unsteady
 from bench.profile_step import REPLAYED, STEP
 from bench.prompts import BEGINNING, PromptSource
 from bench.record import Record
+from bench.tables import QUICK as QUICK_SAYS
 from bench.variants import ALONE, DOORS, Variant, together, variants
 from default_model import MACHINE, default_spec
 from kvloom.config import Settings
@@ -81,6 +82,7 @@ def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
     assert absent["absent"] == "not set up; make bench-peers sets it up"
     assert f"vLLM bf16: {absent['absent']}" in done.stdout
     page = (tmp_path / "results" / "bench.md").read_text()
+    assert QUICK_SAYS in page and QUICK_SAYS in done.stdout and "the rounds' own" not in done.stdout
     assert f"- vLLM bf16: {absent['absent']}" in page and "| kvloom bf16 gRPC |" in page
     assert "kvloom bf16 gRPC" in (tmp_path / "results" / "bench.svg").read_text()
 
@@ -172,7 +174,10 @@ def test_floors_of_a_profile_are_of_the_best_probe_around_it(tmp_path, monkeypat
     (whole,) = [row["floor_ms"] for row in made["rows"] if row["op"] == STEP]
     assert whole == pytest.approx(1000 * (134_479_872 * 2 + 160 * 22.5 * 1024) / 26e9, rel=1e-3)
     # what took 2 ms is marked where it is faster than its floor
-    assert "10.49, faster" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "10.49, faster" in said
+    assert "the machine changed while it was measured: memory: " in said
+    assert f"results: {tmp_path / 'profile.json'}" in said
 
 
 def test_a_machine_that_changed_meanwhile_is_told():
@@ -222,7 +227,9 @@ def test_a_step_is_profiled(monkeypatch):
     monkeypatch.setattr(profile_step, "PROMPT", 16)
     monkeypatch.setattr(profile_step, "NEW", 6)
     settings = Settings.parse({"device": "cpu", "weights": "bf16", "kv_memory": "64MiB", "threads": "1"})
-    profiles = profile_step.profile(settings, [2])
+    heard: list[str] = []
+    profiles = profile_step.profile(settings, [2], heard.append)
+    assert heard == ["steps of 2 streams, op by op", "steps of 2 streams, as it is served"]
     # all steps but those of the prompts, each time that the prompts are answered
     assert [(one.by_op.steps, one.replayed.steps) for one in profiles] == [(5, 5)]
     made = {row["op"]: row for row in profile_step.rows(profiles, default_spec(), MACHINE, settings)}

@@ -13,6 +13,7 @@ from kvloom.errors import LaunchError, ModelError, SettingsError
 from kvloom.launch import Server
 from kvloom.ports import Ports
 from kvloom.repository import ModelRepository, parse_assignments
+from kvloom.serverlog import ServerLog
 from launched import KVLOOM, child, health, serve
 from server import SETTINGS, Footprint, canary
 
@@ -41,6 +42,34 @@ def test_a_bad_argument_is_one_clear_line_and_exit_code_1(arguments, message):
     assert result.stdout == ""
     assert re.match(f"kvloom: .*{message}", result.stderr)
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("op", ["ping", "flush", "drain"])
+def test_an_op_that_is_not_about_a_conversation_takes_no_id(op):
+    result = run("control", op, "ada")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{op} is not about a conversation" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "control", "plan"])
+def test_the_help_shows_no_value_after_a_flag(command):
+    assert "<bool>" not in run(command, "--help").stdout
+
+
+def test_a_failure_shows_the_end_of_the_log_without_tables_and_says_where_it_is(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("of an earlier server\n")
+    log = ServerLog(path)
+    with log.file as file:
+        file.writelines(f"line {number}\n".encode() for number in range(30))
+        file.write(b"E1130 failed to load 'llm'\n+----+\n| id | server |\n+----+\nI1130 the last line\n")
+    first, *lines = str(log.failure("it has ended", starting=False)).split("\n  | ")
+    assert first == f"it has ended; the end of its log ({path}):"
+    assert lines == [
+        *(f"line {number}" for number in range(12, 30)),
+        "E1130 failed to load 'llm'",
+        "I1130 the last line",
+    ]
 
 
 def test_a_taken_port_is_named():

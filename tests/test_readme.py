@@ -37,7 +37,7 @@ def test_snippet(server, snippet):
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) >= 3, run.stdout
     if "conversation" in snippet:
-        assert "'busy': False" in run.stdout
+        assert re.search(r"^\d+ \d+ \{.*'busy': False", run.stdout, re.MULTILINE), run.stdout
     elif "kvloom_client" in snippet:
         assert " Paris." in run.stdout
         assert run.stdout.endswith("length 8\n")

@@ -48,6 +48,31 @@ def test_what_is_wrong_in_kv_is_named_as_kvs(key, wrong):
         read_kv({"kv": np.array([[json.dumps({key: wrong}).encode()]], dtype=object)}, "fp32")
 
 
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ({"policy": "sliding"}, "kv.policy: Input should be 'auto' or 'full'"),
+        ({"dtype": "int8"}, "kv.dtype: Input should be 'auto', 'fp32' or 'bf16'"),
+        ({"dtype": "bf16"}, "kv.dtype: 'bf16': this server's cache is fp32 (its setting kv_dtype)"),
+        ({"window": 64}, "kv.window: unknown key; known: dtype, policy, retain_s"),
+    ],
+)
+def test_a_refused_cache_option_offers_only_what_there_is(kv, message):
+    with pytest.raises(InvalidArgument) as refused:
+        read_kv({"kv": np.array([[json.dumps(kv).encode()]], dtype=object)}, "fp32")
+    assert str(refused.value) == f"INVALID_ARG: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("stop_words", "; the key is stop"), ("min_length", "; the key is min_tokens"), ("kv", "")]
+)
+def test_an_input_among_the_sampling_keys_is_told(name, hint):
+    tensors = {"sampling_parameters": np.array([[json.dumps({name: 1}).encode()]], dtype=object)}
+    with pytest.raises(InvalidArgument) as refused:
+        sampling_params(tensors, {}, 100)
+    assert str(refused.value) == f"INVALID_ARG: {name}: is an input of its own, and no sampling key{hint}"
+
+
 @pytest.mark.parametrize("model", ["generate", "llm"])
 def test_an_unknown_key_is_told_all_that_it_may_have_meant(model):
     text = (Path(__file__).parents[1] / "model_repository" / model / "config.pbtxt").read_text()

@@ -5,6 +5,16 @@ import hmac
 
 PREFIX = "sha256:"
 
+NO_TOKEN = (
+    "drain needs one, and this server has none: start it with the setting admin_token, in llm's config.pbtxt or by "
+    "kvloom serve --set admin_token=..."
+)
+# the launcher's own token is always there, so nobody can tell here whether the setting was given
+WRONG_TOKEN = (
+    "is not this server's: drain needs the one that kvloom serve was given by --set admin_token=... or llm's "
+    "config.pbtxt; where none was given, Ctrl-C or SIGTERM to kvloom serve drains it, too, and stops it"
+)
+
 
 def digest(token: str) -> str:
     """What stands for a token where others may read: it can't be turned back, and does not admit anybody itself."""

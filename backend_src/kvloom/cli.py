@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help breaks lines oddly and shows flags as if they took a value
     context_settings={"max_content_width": 100},
 )
 
@@ -28,7 +29,12 @@ Model = Annotated[str | None, typer.Option(help="A Hugging Face folder, a GGUF f
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="A setting, see the end.", metavar="KEY=VALUE")]
 Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritonserver to start.", metavar="PATH")]
 Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
-LogFile = Annotated[Path | None, typer.Option(help="Where tritonserver's output goes.", metavar="FILE")]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where tritonserver's output goes, to be kept; else a file that goes at the end.", metavar="FILE"
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show tritonserver's output on stderr.")]
 
 Url = Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")]
@@ -41,6 +47,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 
 Op = Literal["ping", "status", "cancel", "end", "flush", "drain"]
+ABOUT_A_CONVERSATION: tuple[Op, ...] = ("status", "cancel", "end")
 
 URL = "127.0.0.1:8001"
 ENDPOINTS = ("http", "grpc", "metrics", "health")
@@ -157,7 +164,7 @@ def chat(
     model_repository: Repository = None,
     verbose: Verbose = False,
 ) -> None:
-    """Talk to the model. Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
+    """Talk to the model. Ctrl-C interrupts an answer, and leaves at the prompt, as Ctrl-D does; /help lists commands.
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
@@ -190,6 +197,8 @@ def control(
     ping: is the engine alive? status, cancel and end: of a conversation, what it keeps, end its running answer, forget
     it. flush: drop the prefix cache. drain: let running answers end, and take no more.
     """
+    if conversation is not None and op not in ABOUT_A_CONVERSATION:
+        raise typer.BadParameter(f"{op} is not about a conversation", param_hint="ID")
     import json
 
     from kvloom_client import Client

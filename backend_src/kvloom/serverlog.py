@@ -11,7 +11,7 @@ from kvloom.errors import LaunchError
 MODEL_SAYS = "kvloom: ERROR kvloom.serving.llm: "
 """What the line begins with in which `llm` says why it can't start."""
 
-TAIL_LINES = 40
+TAIL_LINES = 20
 TAIL_BYTES = 16384
 POLL_S = 0.1
 
@@ -49,7 +49,9 @@ class ServerLog:
         said = [line.removeprefix(MODEL_SAYS) for line in lines if line.startswith(MODEL_SAYS)]
         if starting and said:
             return LaunchError(f"llm can't be served: {said[-1]}")
-        return LaunchError("\n  | ".join([f"{what}; the end of its log:", *lines[-TAIL_LINES:]]))
+        # Triton's tables repeat what the lines before them say
+        lines = [line for line in lines if not line.startswith(("+-", "| "))]
+        return LaunchError("\n  | ".join([f"{what}; the end of its log ({self._path}):", *lines[-TAIL_LINES:]]))
 
     def follow(self) -> Callable[[], None]:
         """Copy what is appended to stderr; returns what ends it."""

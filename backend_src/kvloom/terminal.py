@@ -15,7 +15,7 @@ HELP = """\
 /system TEXT   instructions for the model, from the next answer on; without TEXT: none
 /reset         forget the conversation
 /quit          leave, as Ctrl-D does
-Ctrl-C interrupts an answer; what came of it stays in the conversation."""
+Ctrl-C interrupts an answer, what came of it stays in the conversation; at the prompt it leaves."""
 
 _PROMPT = "> "
 _PATIENCE_S = 2.0

@@ -73,13 +73,14 @@ class Profile:
     replayed: Clock
 
 
-def profile(settings: Settings, streams: Sequence[int]) -> list[Profile]:
-    """Time the steps of each number of streams."""
+def profile(settings: Settings, streams: Sequence[int], say: Callable[[str], None]) -> list[Profile]:
+    """Time the steps of each number of streams; ``say`` hears what comes next."""
     source = PromptSource.default()
     profiles = []
     for count in streams:
         by_op, replayed = Clock(), Clock()
-        for engine, clock in ((_timed_by_op, by_op), (_timed, replayed)):
+        for engine, clock, how in ((_timed_by_op, by_op, "op by op"), (_timed, replayed, "as it is served")):
+            say(f"steps of {count} stream{'s' if count > 1 else ''}, {how}")
             with ExitStack() as patches:
                 loop = Loop(partial(engine, settings, clock, count, patches))
                 for _ in range(2):  # the first time, everything is new

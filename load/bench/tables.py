@@ -13,6 +13,7 @@ from bench import compare
 
 TEMPLATE = "results.md.jinja"
 PIPE_WIDTH = 300
+QUICK = "This was a quick run, of a few tokens: it shows that everything works, and its figures mean nothing."
 
 Row = dict[str, Any]
 Column = tuple[str, int | None]
@@ -179,10 +180,11 @@ def faster(row: Row) -> bool:
     return row["floor_ms"] is not None and row["ms"] < row["floor_ms"]
 
 
-def warn(unsteady: Sequence[str], console: Console) -> None:
-    """Say that the machine was not the same all the time."""
+def warn(unsteady: Sequence[str], rounds: int, console: Console) -> None:
+    """Say that the machine was not the same all the time; where there are several rounds, they show what that did."""
+    see = ", see the rounds' own ratios" if rounds > 1 else ""
     for what in unsteady:
-        console.print(f"the machine changed while it was measured, see the rounds' own ratios: {what}", markup=False)
+        console.print(f"the machine changed while it was measured{see}: {what}", markup=False)
 
 
 def console() -> Console:

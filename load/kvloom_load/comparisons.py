@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from kvloom.launch import Server
 from kvloom.repository import SOURCE, ModelRepository
+from kvloom_load.drive import UserName
+from kvloom_load.scenarios import ScenarioName
+
+ComparisonName = Literal["max_running", "prefix_cache", "batcher_delay"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,11 @@ class Comparison:
     """Configurations, and the load that shows how they differ."""
 
     configurations: tuple[Configuration, ...]
-    scenario: str = "steady"
-    user: str = "GrpcUser"
+    scenario: ScenarioName = "steady"
+    user: UserName = "GrpcUser"
 
 
-COMPARISONS = {
+COMPARISONS: dict[ComparisonName, Comparison] = {
     "max_running": Comparison(
         (
             Configuration("max_running=1", {"max_running": "1"}),

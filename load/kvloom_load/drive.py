@@ -6,17 +6,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvloom.launch import Server
 from kvloom_client import Client
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE
+from kvloom_load.scenarios import ScenarioName
 from kvloom_load.scrape import Metrics, TritonStats, Watch
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 MODELS = ("llm", "generate")
-USERS = ("GrpcUser", "SseUser", "ChatUser")
+UserName = Literal["GrpcUser", "SseUser", "ChatUser"]
+USERS: tuple[UserName, ...] = get_args(UserName)
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Plan:
         seed: the same seed asks the same questions.
     """
 
-    user: str = "GrpcUser"
-    scenario: str = "steady"
+    user: UserName = "GrpcUser"
+    scenario: ScenarioName = "steady"
     seconds: int = 20
     lengths: Path = DEFAULT_FILE
     answer_timeout: int = 60

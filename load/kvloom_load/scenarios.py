@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from kvloom_client import RequestArguments
 from kvloom_load.lengths import Kind
@@ -14,6 +15,8 @@ WORDS = (  # noqa: SIM905 as a list it would be a line for each word
     " over did down only way find use may water long little very after words called just where most know"
 ).split()
 """What prompts are made of: each is one token of the usual vocabularies."""
+
+ScenarioName = Literal["steady", "ramp", "burst", "shared_prefix", "long_short", "cancel_storm"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Scenario:
         return max(1, round(self.load[part] * users))
 
 
-SCENARIOS = {
+SCENARIOS: dict[ScenarioName, Scenario] = {
     "steady": Scenario("the same number of users all the time"),
     "ramp": Scenario("more users in every eighth of the run", load=tuple(part / 8 for part in range(1, 9))),
     "burst": Scenario("few users, and twice suddenly all of them", load=(0.125, 1.0, 0.125, 1.0, 0.125)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvloom.admin import admits
+from kvloom.admin import NO_TOKEN, WRONG_TOKEN, admits
 from kvloom.conversations import ConversationId
 from kvloom.errors import InvalidArgument, RequestError
 from kvloom.request import Delta, FinishReason, Sink
@@ -83,9 +83,9 @@ def act_on_server(
         loop.flush(lambda blocks: reply(blocks=blocks), failed)
     elif control.op == "drain":
         if not admin_token:
-            raise InvalidArgument("admin_token", "drain needs one, and this server's setting admin_token is empty")
+            raise InvalidArgument("admin_token", NO_TOKEN)
         if not admits(admin_token, control.admin_token or ""):
-            raise InvalidArgument("admin_token", "is not this server's")
+            raise InvalidArgument("admin_token", WRONG_TOKEN)
         timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
         loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
     else:

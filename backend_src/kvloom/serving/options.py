@@ -1,6 +1,6 @@
 """What a request asks for beside its prompt and its sampling: the cache, deadlines, how responses come."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,20 +32,14 @@ class KvOptions(BaseModel):
 
     Attributes:
         dtype: of the cache.
-        policy: which blocks are dropped when.
-        window: tokens that the sliding policy keeps.
-        sinks: leading tokens that it keeps too.
-        budget: tokens that the heavy-hitter policy keeps.
+        policy: which blocks are dropped when; ``full``, which drops none, is all there is.
         retain_s: seconds for which the prompt's blocks are kept after the answer; -1: for ever.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    dtype: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
-    policy: Literal["auto", "full", "sliding", "heavy_hitter"] = "auto"
-    window: Annotated[int, Field(ge=1)] | None = None
-    sinks: Annotated[int, Field(ge=0)] | None = None
-    budget: Annotated[int, Field(ge=1)] | None = None
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    policy: Literal["auto", "full"] = "auto"
     retain_s: Annotated[float, Field(ge=-1)] = 0
 
 
@@ -71,14 +65,6 @@ def read_kv(inputs: Inputs, kv_dtype: str) -> KvOptions:
     kv = validate(KvOptions, json_object("kv", one(inputs, "kv")) if "kv" in inputs else {}, prefix="kv.")
     if 0 > kv.retain_s > -1:
         raise InvalidArgument("kv.retain_s", f"{kv.retain_s}: seconds, or -1 for ever")
-    unsupported: dict[str, Any] = {}
     if kv.dtype not in ("auto", kv_dtype):
-        unsupported["dtype"] = kv.dtype
-    if kv.policy not in ("auto", "full"):
-        unsupported["policy"] = kv.policy
-    unsupported |= {key: value for key in ("window", "sinks", "budget") if (value := getattr(kv, key)) is not None}
-    for key, value in unsupported.items():
-        raise InvalidArgument(
-            f"kv.{key}", f"{value!r} is not supported; this server's cache has dtype {kv_dtype} and policy full"
-        )
+        raise InvalidArgument("kv.dtype", f"{kv.dtype!r}: this server's cache is {kv_dtype} (its setting kv_dtype)")
     return kv

@@ -97,6 +97,10 @@ def validate(model: type[Model], keys: Mapping[str, Any], prefix: str = "", inpu
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         key = prefix + _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
         if first["type"] == "extra_forbidden":
+            if key in inputs:
+                called = (SCALARS | WORDS).get(key)
+                hint = f"; the key is {called}" if called else ""
+                raise InvalidArgument(key, f"is an input of its own, and no sampling key{hint}") from error
             known = f"unknown key; known: {', '.join(model.model_fields)}"
             others = [name for name in inputs if name not in model.model_fields]
             raise InvalidArgument(key, known + (f"; inputs: {', '.join(others)}" if others else "")) from error

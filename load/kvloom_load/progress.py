@@ -1,0 +1,53 @@
+"""Says while a load test runs how far it is."""
+
+import sys
+import time
+from typing import Any
+
+from kvloom_load.drive import Plan
+
+SERVER_S = 14
+"""About what it takes to start a server of the default model and to stop it."""
+
+POINT_S = 8
+"""About what a point takes beside the time in which users begin questions: Locust's start, the last answers."""
+
+
+class Progress:
+    """A line on stderr at the beginning and after each point: one number of users on one configuration."""
+
+    def __init__(self, plan: Plan, counts: list[int], configurations: int):
+        """The test begins; say how long it will take."""
+        self._points = len(counts) * configurations
+        self._finished = 0
+        self._began = time.monotonic()
+        expected = configurations * SERVER_S + self._points * (plan.seconds + POINT_S)
+        servers = f"{configurations} server{'s' if configurations > 1 else ''}"
+        _say(
+            f"{plan.scenario}, {plan.user}: {servers}, {', '.join(map(_users, counts))}, {plan.seconds} s each: about "
+            f"{_time(expected)}; more where the last answers take long (up to {plan.stop_timeout} s each time)"
+        )
+
+    def finished(self, row: dict[str, Any]) -> None:
+        """A point of these figures is finished."""
+        self._finished += 1
+        passed = time.monotonic() - self._began
+        ttft = "no answer" if row["ttft_ms"] is None else f"TTFT {row['ttft_ms']['p50']:.0f} ms"
+        failed = f", {row['failed']} failed" if row["failed"] else ""
+        point = f"{row['configuration']}, {_users(row['users'])}"
+        _say(
+            f"{self._finished} of {self._points} after {_time(passed)}: {point}: "
+            f"{row['tokens_per_s']:.1f} tokens/s, {ttft}{failed}"
+        )
+
+
+def _users(count: int) -> str:
+    return f"{count} user{'s' if count > 1 else ''}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
