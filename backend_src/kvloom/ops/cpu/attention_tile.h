@@ -22,15 +22,6 @@ constexpr words LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// The largest and the sum of a vector's numbers. What GCC makes of the portable forms goes through memory.
-#if LANES_512
-static inline float largest_of(floats x) { return _mm512_reduce_max_ps((__m512)x); }
-static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
-#else
-static inline float largest_of(floats x) { return max_of(x); }
-static inline float total_of(floats x) { return sum_of(x); }
-#endif
-
 struct Single {
     static constexpr int SIZE = 1;
     typedef float number;
@@ -57,15 +48,7 @@ struct Single {
 struct Pair {
     static constexpr int SIZE = 2;
     typedef bf16 number;
-    // 2^x to 3e-6, a thousandth of what rounding the result to bf16 costs
-    static inline floats exp2(floats x) {
-        const floats f = (floats)_mm512_reduce_ps((__m512)x, 0);  // less the nearest integer
-        floats p = f * 9.58285e-3f + 5.590642e-2f;
-        p = p * f + 2.4024099e-1f;
-        p = p * f + 6.9312419e-1f;
-        p = p * f + 1.0f;
-        return (floats)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
-    }
+    static inline floats exp2(floats x) { return rough_exp2(x); }
     static inline floats multiply_add(words a, words b, floats sum) {
         return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
@@ -247,7 +230,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
             const floats s = load(scores + r * TILE + j);
             peaks = s > peaks ? s : peaks;
         }
-        const float largest = std::max(state.largest[r], largest_of(peaks) * scale);
+        const float largest = std::max(state.largest[r], max_of(peaks) * scale);
         growth[r] = largest - state.largest[r];
         state.largest[r] = largest;
     }
@@ -259,7 +242,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
             sums += weight;
             store(weights + r * TILE + j, weight);
         }
-        totals[r] = total_of(sums);
+        totals[r] = sum_of(sums);
     }
     for (int r = 0; r < R; r++) state.totals[r] = state.totals[r] * shrink[r] + totals[r];
 }

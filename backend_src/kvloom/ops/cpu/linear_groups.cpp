@@ -112,7 +112,7 @@ class Rows {
     static float sum_of_group(const T* x) {
         floats sum = {};
         for (int64_t k = 0; k < GROUP; k += LANES) sum += load_row(x + k);
-        return total_of(sum);
+        return sum_of(sum);
     }
 };
 

@@ -26,17 +26,15 @@ static inline floats load_halves(const uint8_t* p) {
 #endif
 }
 
-// Some of a row, and the sum of a vector. What GCC makes of the portable forms goes through memory.
+// Some of a row. What GCC makes of the portable forms goes through memory.
 #if LANES_512
 static inline floats load_row(const float* p) { return load(p); }
 static inline floats load_row(const bf16* p) {
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
-static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
 #else
 template <typename T>
 static inline floats load_row(const T* p) { return load(p); }
-static inline float total_of(floats x) { return sum_of(x); }
 #endif
 
 // Results of R rows of half a panel, of which there may be fewer. The sums' names are known: they stay in registers.
