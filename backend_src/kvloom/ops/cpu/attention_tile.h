@@ -209,9 +209,10 @@ struct State {
 
 // R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys, zeros up
 // to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` [LANES].
+// Not inlined: its vectors take registers from the products around it.
 template <typename M, int R>
 __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, float scale, const State& state,
-                                typename M::number* weights, float* shrink) {
+                                            typename M::number* weights, float* shrink) {
     static_assert(R <= LANES);
     const int end = (seen[R - 1] + LANES - 1) / LANES * LANES;
     alignas(64) float growth[LANES] = {};
@@ -254,7 +255,7 @@ struct Buffers {
     int* seen;
 };
 
-// R rows of queries against a packed tile whose first key is at `first`; row i sees keys up to `seen[i]`.
+// R rows of queries against a packed tile, of which row i sees the first `seen[i]` keys.
 template <typename M, int R, int D>
 void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* values, const int* seen, float scale,
                  const State& state) {
