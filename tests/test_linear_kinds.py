@@ -131,6 +131,16 @@ def test_gates_that_are_far_out(form, dtype):
     assert torch.equal(again[3:], y[3:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closed_gate_holds_back_what_is_large(form, dtype):
+    x = torch.tensor([-80, -50, -30, -1])[:, None].to(dtype)
+    weight, large = torch.ones(40, 1, dtype=dtype), torch.full((40, 1), 1e36, dtype=dtype)
+    exact = x.double()
+    expected = exact / (1 + (-exact).exp()) * exact * large[0].double()
+    y = pack_gated_linear(torch.cat([weight, large]), dtype)(x).double()
+    assert torch.allclose(y, expected.expand(-1, 40), rtol=ROUNDING[dtype], atol=0)
+
+
 # not in torch, whose products round by their sizes
 @pytest.mark.parametrize("form", ["C++", "C++ for AVX2"], indirect=True)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)

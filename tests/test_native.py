@@ -10,7 +10,7 @@ import torch
 from kvloom.fetch import cache_folder
 from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
-from kvloom.ops.native import library, stop_using_native, use_native
+from kvloom.ops.native import is_buildable, library, stop_using_native, use_native
 from kvloom.ops.packed_memory import HUGE_PAGE, SLAB, HugePages
 
 
@@ -48,6 +48,16 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch, caplog):
         assert not use_native(tmp_path / "cache")
     assert "out of luck" in caplog.text
     assert list((tmp_path / "cache").iterdir()) == []
+    assert not is_buildable()  # memory is planned for torch
+
+
+def test_a_compiler_that_is_killed_is_told_of(tmp_path, monkeypatch, caplog):
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-o*) kill -9 $$;; esac\necho 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert not use_native(tmp_path / "cache")
+    assert "SIGKILL" in caplog.text
 
 
 def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):

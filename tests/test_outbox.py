@@ -42,6 +42,18 @@ def test_an_answer_is_sent_by_one_thread_at_a_time():
     assert met == [True] * 200
 
 
+def test_what_is_left_at_the_end_is_sent_without_delay():
+    senders = Senders()
+    outbox = senders.outbox()
+    sent: list[int] = []
+    for number in range(1000):
+        outbox.put(lambda number=number: sent.append(number))
+    began = time.monotonic()
+    senders.stop()
+    assert time.monotonic() - began < 2
+    assert sent == list(range(1000))
+
+
 def test_no_answer_waits_for_the_rest_of_others():
     senders = Senders()
     full = [senders.outbox() for _ in range(2 * SENDERS)]

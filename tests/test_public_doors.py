@@ -232,3 +232,10 @@ def test_h40_json_lists(one_slot):
     for prompt in (PROMPT, [PROMPT], [[PROMPT]]):
         assert answer(one_slot, text_input=prompt, **rest)["text_output"] == f"{PROMPT} Paris"
     assert refusal(one_slot, {"text_input": [PROMPT, PROMPT], **rest})
+
+
+@pytest.mark.parametrize("value", [0.5, 5, True, "5"])
+def test_h40_a_parameter_of_any_type_is_refused_by_its_name(one_slot, value):
+    status, text = post(one_slot, {**TEXT, "foo": value})
+    assert status == 400
+    assert "INVALID_ARG: foo: unknown key" in text

@@ -76,7 +76,10 @@ class Asked:
         return "asked"
 
     def get_response_sender(self) -> Any:
-        return SimpleNamespace(send=self.send, is_cancelled=lambda: self.left)
+        return SimpleNamespace(send=self.send, is_cancelled=lambda: self.is_cancelled())
+
+    def is_cancelled(self) -> bool:
+        return self.left
 
     def end(self) -> str:
         """What the final response says; nothing follows it."""
@@ -199,6 +202,20 @@ def test_the_watcher_hears_of_who_leaves_after_a_fault(serving, watcher):
     for one in asked:
         one.left = True
     assert cancelled.wait(20)
+
+
+def test_who_is_given_up_while_it_is_looked_at_is_given_up(serving):
+    asked = Asked()
+    sender = serving.sender.Sender(asked)
+
+    def given_up_meanwhile() -> bool:
+        threading.Thread(target=sender.give_up, args=("INTERNAL: a fault",)).start()
+        wait_until(lambda: sender.left)
+        return False
+
+    asked.is_cancelled = given_up_meanwhile
+    assert sender.cancelled()
+    assert asked.end() == "INTERNAL: a fault"
 
 
 # from one model to the other

@@ -169,10 +169,10 @@ class Engine:
                 final = Delta("", (), reason, usage=usage)
         self._send_final(sink, final)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """End a sequence's answer now; nothing happens when it has ended already."""
+    def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
+        """End a sequence's answer now, with ``error`` if given; nothing happens when it has ended already."""
         if sequence in self._answers:
-            self.end(sequence, FinishReason.CANCELLED)
+            self.end(sequence, None if error else FinishReason.CANCELLED, error)
         else:
             self.turns.cancel(sequence)
 
@@ -317,7 +317,7 @@ class Engine:
             text, reason = answer.take(sequence, outcome, now)
         except Exception as error:  # noqa: BLE001 one answer's fault must not end its neighbours
             log.exception("request %s failed", request.id)
-            self._end(sequence, error=error if isinstance(error, RequestError) else Internal(str(error)))
+            self._end(sequence, error=as_request_error(error))
             return
         self._tokens["generated"] += 1
         if sequence.generated == 1:

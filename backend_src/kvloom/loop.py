@@ -115,9 +115,9 @@ class Loop:
             self._engine.check(turn.sequence.request)
         self._put(lambda: self._engine.turns.submit(turn))
 
-    def cancel(self, sequence: Sequence) -> None:
-        """End an answer as ``cancelled``; nothing happens when it has ended already."""
-        self._put(lambda: self._engine.cancel(sequence))
+    def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
+        """End an answer as ``cancelled``, or with an error; nothing happens when it has ended already."""
+        self._put(lambda: self._engine.cancel(sequence, error))
 
     def flush(self, done: Callable[[int], None], failed: Failed | None = None) -> None:
         """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""

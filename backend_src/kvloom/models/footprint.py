@@ -6,7 +6,7 @@ from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
 from kvloom.ops.linear_float import kernels_bytes, packed_bytes
 from kvloom.ops.linear_groups import grouped_bytes, unpacked_bytes
-from kvloom.ops.native import find_compiler
+from kvloom.ops.native import is_buildable
 
 SAMPLER_LOGITS = 3
 """fp32 matrices [R, vocab] that sampling in C++ holds at most: the logits, which are edited in place; those that are
@@ -16,8 +16,8 @@ TORCH_SAMPLER_LOGITS = 9
 """The same in torch, which also holds how far the scores lie below the likeliest, the rows of these that have to be
 sorted, these sorted, and weights and their running sums of 8 bytes."""
 
-PLAIN = ("fp32", "bf16")
-"""Weights that are as they are stored."""
+_PLAIN = ("fp32", "bf16")
+"""Weights that are not quantized."""
 
 _SCRATCH = 12
 """Bytes for each token of the vocabulary that a thread keeps to draw in C++: a distance, and a place in a ranking."""
@@ -31,7 +31,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
         weights: fp32, bf16, int8, int4 or w8a8, see ``served.ServedWeights``.
         dtype: of activations and of plain weights.
     """
-    native = find_compiler() is not None
+    native = is_buildable()
 
     def plain(shape: tuple[int, int]) -> int:
         return packed_bytes(*shape, dtype)
@@ -42,7 +42,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     def product(shape: tuple[int, int]) -> int:
         return grouped(shape, 4 if weights == "int4" else 8) if quantized else plain(shape)
 
-    quantized = weights not in PLAIN
+    quantized = weights not in _PLAIN
     table = spec.vocab_size, spec.hidden_size
     layer = sum(product(shape) for shape in _layer_shapes(spec).values())
     norms = (2 * spec.n_layers + 1) * spec.hidden_size * dtype.itemsize
@@ -61,7 +61,7 @@ def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: in
 
     The products in C++ are compiled before.
     """
-    if find_compiler() is not None:
+    if is_buildable():
         return 0
     layer = [(columns, tokens) for _, columns in _layer_shapes(spec).values()]
     return kernels_bytes([*layer, (spec.hidden_size, rows)], dtype)
@@ -101,24 +101,24 @@ def step_bytes(
     # queries and keys in fp32, their products with cosine and sine, and the rotated ones
     rotary = 3 * tokens * (heads_out + kv_out) * fp32
     attention = tokens * heads_out * size
-    if find_compiler() is not None:
+    if is_buildable():
         attention += tokens * heads_out * size
     else:
         attention += attention_bytes(
             min(tokens, length), length, spec.n_heads, spec.n_kv_heads, spec.head_dim, size, kv_dtype_bytes
         )
-    # without the library also the activated gate
-    mlp = tokens * (_mlp_numbers(spec, weights) + (find_compiler() is None) * spec.intermediate_size) * size
-    held = SAMPLER_LOGITS if find_compiler() is not None else TORCH_SAMPLER_LOGITS
+    mlp = tokens * _mlp_numbers(spec, weights) * size
+    held = SAMPLER_LOGITS if is_buildable() else TORCH_SAMPLER_LOGITS
     logits = rows * spec.vocab_size * max(held * fp32, size + fp32)
-    kept = recorded_bytes(spec, weights, dtype, rows) if find_compiler() is not None else 0
+    kept = recorded_bytes(spec, weights, dtype, rows) if is_buildable() else 0
     return kept + max(stream + qkv + max(rotary, attention), stream + mlp, stream + logits)
 
 
 def _mlp_numbers(spec: ModelSpec, weights: str) -> int:
-    """Numbers of a token between its MLP's two products: gate and up, where they are stored, and what they become."""
-    fused = weights in PLAIN and find_compiler() is not None
-    return (1 if fused else 3) * spec.intermediate_size
+    """Numbers of a token between its MLP's two products: gate and up, where they are stored, and what they become; in
+    torch also the activated gate."""
+    native = 1 if weights in _PLAIN else 3
+    return (native if is_buildable() else 4) * spec.intermediate_size
 
 
 def recorded_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, rows: int) -> int:
@@ -140,4 +140,4 @@ def recorded_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, rows: int)
 
 def scratch_bytes(spec: ModelSpec, threads: int) -> int:
     """Bytes that so many threads keep from step to step."""
-    return threads * spec.vocab_size * _SCRATCH if find_compiler() is not None else 0
+    return threads * spec.vocab_size * _SCRATCH if is_buildable() else 0

@@ -46,6 +46,7 @@ class _Packed:
         assert lib is not None
         self._lib = lib
         rows, in_features = weight.shape
+        assert not gated or rows % 2 == 0
         self._out_features = rows // 2 if gated else rows
         self._width = in_features
         pair = lib.kvloom_linear_pair() if weight.dtype is torch.bfloat16 else 1

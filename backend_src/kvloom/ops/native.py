@@ -102,6 +102,7 @@ class Library:
 
 
 _library: Library | None = None
+_failed = False
 
 
 def use_native(cache: Path, machine: str = "native") -> bool:
@@ -116,7 +117,7 @@ def use_native(cache: Path, machine: str = "native") -> bool:
     Returns:
         Whether the ops are in C++.
     """
-    global _library
+    global _library, _failed
     compiler = find_compiler()
     if compiler is None:
         log.warning("no C++ compiler (g++) found: the CPU ops run in plain torch, several times slower")
@@ -130,7 +131,8 @@ def use_native(cache: Path, machine: str = "native") -> bool:
             try:
                 _build(compiler, machine, built)
             except subprocess.CalledProcessError as error:
-                log.warning("building the CPU ops failed, they run in plain torch:\n%s", error.stderr[-2000:])
+                log.warning("building the CPU ops failed, they run in plain torch: %s\n%s", error, error.stderr[-2000:])
+                _failed = True
                 return False
             os.replace(built, path)
     _library = Library(path)
@@ -144,19 +146,20 @@ def _build(compiler: str, machine: str, built: Path) -> None:
         CalledProcessError: the compiler's.
     """
 
+    def run(*arguments: str) -> None:
+        command = [compiler, *FLAGS, f"-march={machine}", *arguments]
+        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True)
+
     def compile_one(source: Path) -> str:
         part = str(built.with_name(f"{source.stem}.o"))
-        command = [compiler, *FLAGS, f"-march={machine}", "-c", str(source), "-o", part]
-        subprocess.run(command, capture_output=True, text=True, check=True)
+        run("-c", str(source), "-o", part)
         return part
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True)))
-    subprocess.run([compiler, *FLAGS, "-shared", *parts, "-o", str(built)], capture_output=True, text=True, check=True)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
+    # the largest first, so that it is not the last one alone; few, for each takes half a gigabyte
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
+    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+        parts = list(pool.map(compile_one, sources))
+    run("-shared", *parts, "-o", str(built))
 
 
 def find_compiler() -> str | None:
@@ -164,10 +167,15 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
+def is_buildable() -> bool:
+    """Whether the ops are in C++, or would be after ``use_native``: there is a compiler, and it has not failed."""
+    return find_compiler() is not None and not _failed
+
+
 def stop_using_native() -> None:
     """Let the ops run in plain torch."""
-    global _library
-    _library = None
+    global _library, _failed
+    _library, _failed = None, False
 
 
 def library(*tensors: torch.Tensor) -> Library | None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-import time
 import uuid
 from typing import Any
 
@@ -68,6 +67,7 @@ class _Forward:
             raise InvalidArgument("control", "generate takes only ping; it has no conversations")
         self._sender = sender
         self._calls = calls
+        self._ended = threading.Event()
         self._conversation = uuid.uuid4().hex
         self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
         interval = one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0
@@ -88,7 +88,7 @@ class _Forward:
             given + ours,
             ["text_output", "finish_reason", *(self._asked - {"finish_reason"})],
             request.request_id(),
-            {**json.loads(request.parameters() or "{}"), FORWARDED: True},
+            {FORWARDED: request.parameters() or "{}"},
         )
 
     def run(self) -> None:
@@ -103,6 +103,8 @@ class _Forward:
                 self._sender.fail(str(Internal("llm ended its answer without a last response")))
         except Exception as error:  # noqa: BLE001 its client would wait for ever
             self._give_up(error)
+        finally:
+            self._ended.set()
 
     def _pass_on(self, response: Any) -> None:
         if response.has_error():
@@ -139,9 +141,8 @@ class _Forward:
                     if response.has_error():
                         log.info("cancel: %s", response.error().message())
             # the request itself may still be on its way to `llm`, which then does not know it yet
-            if self._sender.closed:
+            if self._ended.wait(CANCEL_AGAIN_S):
                 return
-            time.sleep(CANCEL_AGAIN_S)
 
 
 def _error_text(text: str) -> str:

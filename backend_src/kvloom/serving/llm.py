@@ -27,6 +27,8 @@ from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
 
+_NOT_SENT = Internal("the answer could not be sent")
+
 
 class LlmModel:
     """What Triton calls. ``execute`` only enqueues; answers go out through ``Senders`` as they come."""
@@ -52,10 +54,12 @@ class LlmModel:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         for request in requests:
             parameters = json.loads(request.parameters() or "{}")
-            sender, outbox = Sender(request, errors_as_data=FORWARDED in parameters), self._senders.outbox()
+            forwarded = parameters.pop(FORWARDED, None)
+            sender, outbox = Sender(request, errors_as_data=forwarded is not None), self._senders.outbox()
             error: RequestError
             try:
-                self._submit(request, parameters, sender, outbox)
+                given = parameters if forwarded is None else json.loads(forwarded)
+                self._submit(request, given, sender, outbox)
                 continue
             except RequestError as refused:
                 error = refused
@@ -97,14 +101,14 @@ class LlmModel:
             own_call = parameters.get(SELF_CALL) == self._link.secret
             self._loop.with_turns(lambda turns: _follow(turns, conversation, start, end, own_call))
             return
-        call = decode(request, kind, start, inputs, tokenizer, limits)
+        call = decode(request, parameters, kind, start, inputs, tokenizer, limits)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
         self._loop.take_turn(
             Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.text, call.kv)
         )
-        self._watcher.watch(sender, lambda: self._loop.cancel(sequence))
+        self._watcher.watch(sender, lambda: self._loop.cancel(sequence, _NOT_SENT if sender.given_up else None))
 
 
 def _flags(request: Any) -> tuple[bool, bool]:

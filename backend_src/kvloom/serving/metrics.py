@@ -1,11 +1,15 @@
 """The engine's figures on tritonserver's /metrics."""
 
+import logging
 import threading
 
 import triton_python_backend_utils as pb_utils
 
 from kvloom.engine import Stats
+from kvloom.faults import logged
 from kvloom.loop import Loop
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 """Seconds between updates: an increment costs about 20 microseconds, too much for the loop's own thread."""
@@ -91,13 +95,15 @@ class Metrics:
     def _run(self) -> None:
         pause = PERIOD_S
         while not self._stop.wait(pause):
-            stats = self._loop.stats
-            if stats is not self._seen:
-                self._update(stats)
-            observed = self._loop.observations.drain(OBSERVATIONS)
-            for name, value in observed:
-                self._metric(f"kvloom_{name}").observe(value)
-            pause = PERIOD_S if len(observed) < OBSERVATIONS else 0
+            pause = PERIOD_S
+            with logged(log, "metrics could not be copied"):
+                stats = self._loop.stats
+                if stats is not self._seen:
+                    self._update(stats)
+                observed = self._loop.observations.drain(OBSERVATIONS)
+                for name, value in observed:
+                    self._metric(f"kvloom_{name}").observe(value)
+                pause = PERIOD_S if len(observed) < OBSERVATIONS else 0
 
     def _update(self, stats: Stats) -> None:
         seen, self._seen = self._seen, stats

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 SENDERS = 4
 """Sending blocks for about 100 microseconds with the GIL released: a few threads keep up with a busy step."""
@@ -57,18 +58,15 @@ class Senders:
 
     def stop(self) -> None:
         """Send what is left, then end the threads."""
-        for _ in self._threads:
-            self._ready.put(None)
+        self._ready.put(None)
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
-        while True:
-            outbox = self._ready.get()
-            if outbox is not None:
+        while (outbox := self._ready.get()) is not None:
+            outbox.send_next()
+        # what others are sending from they put back themselves
+        with suppress(queue.Empty):
+            while (outbox := self._ready.get_nowait()) is not None:
                 outbox.send_next()
-            elif self._ready.empty():
-                # what other threads are sending from, they go on with
-                return
-            else:
-                self._ready.put(None)
+        self._ready.put(None)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import SamplingParams
-from kvloom.serving.fields import FORWARDED, PROMPTS, RETURNED, Inputs, many, one
+from kvloom.serving.fields import PROMPTS, RETURNED, Inputs, many, one
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,8 +52,8 @@ INPUTS = (
 MAX_JSON = 2**20
 """The most characters of the sampling JSON: parsing holds up everybody else."""
 
-_NOT_SAMPLING = {"id", FORWARDED}
-"""Request parameters that Triton's HTTP endpoint and `generate` add themselves."""
+_NOT_SAMPLING = {"id"}
+"""Request parameters that Triton's HTTP endpoint adds itself."""
 
 
 def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: int) -> SamplingParams:

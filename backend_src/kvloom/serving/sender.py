@@ -30,6 +30,7 @@ class Sender:
     Attributes:
         closed: the final mark was sent.
         left: nobody waits for what is on its way: the client was seen to be gone, or was given up.
+        given_up: the latter.
     """
 
     def __init__(self, request: Any, errors_as_data: bool = False):
@@ -40,7 +41,7 @@ class Sender:
             errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
                 model calls another, Triton loses an error that comes after a response, and its final mark with it.
         """
-        self.closed = self.left = False
+        self.closed = self.left = self.given_up = False
         self._errors_as_data = errors_as_data
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
@@ -63,13 +64,15 @@ class Sender:
 
     def give_up(self, text: str) -> None:
         """Send an error as the final response, though more of the answer may be on its way."""
-        self.left = True
+        self.left = self.given_up = True
         self.fail(text)
 
     def cancelled(self) -> bool:
-        """Look whether nobody waits for what is on its way, see ``left``; False once all has come."""
+        """Look whether nobody waits for what is on its way, see ``left``."""
         with self._lock:
-            self.left = self.left or (not self.closed and self._sender.is_cancelled())
+            # set only: who gives up does so without the lock
+            if not self.left and not self.closed and self._sender.is_cancelled():
+                self.left = True
         return self.left
 
     def _send(self, response: Any, final: bool) -> None:

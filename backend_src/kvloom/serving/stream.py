@@ -71,7 +71,7 @@ def _merge(deltas: list[Delta]) -> Delta:
 
 
 def fail(outbox: Outbox, sender: Sender, error: RequestError) -> None:
-    """End a request that has no stream."""
+    """End a request with an error."""
     text = str(error)
     put(outbox, sender, lambda: sender.fail(text))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,20 @@ class Call:
     outputs: frozenset[str]
 
 
-def decode(request: Any, kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> Call:
+def decode(
+    request: Any,
+    parameters: Mapping[str, Any],
+    kind: str,
+    start: bool,
+    inputs: Inputs,
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> Call:
     """Read a ``pb_utils.InferenceRequest`` with a prompt.
 
     Args:
         request: the request.
+        parameters: the client's request parameters.
         kind: which prompt it has.
         start: it begins a conversation.
         inputs: its inputs.
@@ -62,7 +71,7 @@ def decode(request: Any, kind: str, start: bool, inputs: Inputs, tokenizer: Toke
         InvalidArgument: naming the input or key at fault.
     """
     arrival = time.monotonic()
-    params = sampling_params(inputs, json.loads(request.parameters() or "{}"), limits.vocab_size)
+    params = sampling_params(inputs, parameters, limits.vocab_size)
     options = read_options(inputs)
     kv = read_kv(inputs, limits.kv_dtype)
     outputs = returned(inputs)

@@ -22,15 +22,6 @@ constexpr words LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// The largest and the sum of a vector's numbers. What GCC makes of the portable forms goes through memory.
-#if LANES_512
-static inline float largest_of(floats x) { return _mm512_reduce_max_ps((__m512)x); }
-static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
-#else
-static inline float largest_of(floats x) { return max_of(x); }
-static inline float total_of(floats x) { return sum_of(x); }
-#endif
-
 struct Single {
     static constexpr int SIZE = 1;
     typedef float number;
@@ -57,15 +48,7 @@ struct Single {
 struct Pair {
     static constexpr int SIZE = 2;
     typedef bf16 number;
-    // 2^x to 3e-6, a thousandth of what rounding the result to bf16 costs
-    static inline floats exp2(floats x) {
-        const floats f = (floats)_mm512_reduce_ps((__m512)x, 0);  // less the nearest integer
-        floats p = f * 9.58285e-3f + 5.590642e-2f;
-        p = p * f + 2.4024099e-1f;
-        p = p * f + 6.9312419e-1f;
-        p = p * f + 1.0f;
-        return (floats)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
-    }
+    static inline floats exp2(floats x) { return rough_exp2(x); }
     static inline floats multiply_add(words a, words b, floats sum) {
         return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
@@ -226,9 +209,10 @@ struct State {
 
 // R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys, zeros up
 // to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` [LANES].
+// Not inlined: its vectors take registers from the products around it.
 template <typename M, int R>
 __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, float scale, const State& state,
-                                typename M::number* weights, float* shrink) {
+                                            typename M::number* weights, float* shrink) {
     static_assert(R <= LANES);
     const int end = (seen[R - 1] + LANES - 1) / LANES * LANES;
     alignas(64) float growth[LANES] = {};
@@ -247,7 +231,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
             const floats s = load(scores + r * TILE + j);
             peaks = s > peaks ? s : peaks;
         }
-        const float largest = std::max(state.largest[r], largest_of(peaks) * scale);
+        const float largest = std::max(state.largest[r], max_of(peaks) * scale);
         growth[r] = largest - state.largest[r];
         state.largest[r] = largest;
     }
@@ -259,7 +243,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
             sums += weight;
             store(weights + r * TILE + j, weight);
         }
-        totals[r] = total_of(sums);
+        totals[r] = sum_of(sums);
     }
     for (int r = 0; r < R; r++) state.totals[r] = state.totals[r] * shrink[r] + totals[r];
 }
@@ -271,7 +255,7 @@ struct Buffers {
     int* seen;
 };
 
-// R rows of queries against a packed tile whose first key is at `first`; row i sees keys up to `seen[i]`.
+// R rows of queries against a packed tile, of which row i sees the first `seen[i]` keys.
 template <typename M, int R, int D>
 void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* values, const int* seen, float scale,
                  const State& state) {

@@ -60,6 +60,22 @@ static inline void step(floats& low, floats& high, const T* x, const T* w) {
     step(high, x, load_weights(w + LANES * STEP<T>));
 }
 
+// How many tasks of a thread's run are taken, in a cache line of its own.
+struct alignas(64) Taken {
+    std::atomic<int64_t> count{0};
+};
+
+// In each thread of a parallel region: calls work(owner, task) for tasks of the thread's own run, of size(owner), and
+// then for those that are left of others'.
+template <typename N, typename F>
+static inline void work_on_runs(std::vector<Taken>& taken, N&& size, F&& work) {
+    const int64_t threads = taken.size();
+    for (int64_t turn = 0; turn < threads; turn++) {
+        const int64_t owner = (omp_get_thread_num() + turn) % threads;
+        for (int64_t task; (task = taken[owner].count++) < size(owner);) work(owner, task);
+    }
+}
+
 // Calls work(panel, first row, end row) for every panel and pass, in parallel.
 template <typename F>
 static inline void for_panels(int64_t rows, int64_t panels, F&& work) {
@@ -74,15 +90,12 @@ static inline void for_panels(int64_t rows, int64_t panels, F&& work) {
     }
     // Many rows: each thread has the same ones in every op, in a cache of its own, and helps others when it is done.
     const int64_t passes = (rows + threads * ROWS - 1) / (threads * ROWS), parts = threads * passes;
-    std::vector<std::atomic<int64_t>> taken(threads);
+    std::vector<Taken> taken(threads);
 #pragma omp parallel num_threads(threads)
-    for (int64_t turn = 0; turn < threads; turn++) {
-        const int64_t owner = (omp_get_thread_num() + turn) % threads;
-        for (int64_t task; (task = taken[owner]++) < passes * panels;) {
-            const int64_t part = owner * passes + task / panels;
-            work(task % panels, rows * part / parts, rows * (part + 1) / parts);
-        }
-    }
+    work_on_runs(taken, [&](int64_t) { return passes * panels; }, [&](int64_t owner, int64_t task) {
+        const int64_t part = owner * passes + task / panels;
+        work(task % panels, rows * part / parts, rows * (part + 1) / parts);
+    });
 }
 
 }  // namespace

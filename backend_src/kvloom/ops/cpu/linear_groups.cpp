@@ -8,6 +8,8 @@
 
 namespace {
 
+constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels: they stay in the L2 cache
+
 // A panel: the values of both halves, group by group, then their scales, with 4 bits followed by minima, in fp16. A
 // word of values holds WORD inputs of one output. Its low half has the even inputs, the high half the odd ones, so that
 // both halves of a pair move together.
@@ -112,7 +114,7 @@ class Rows {
     static float sum_of_group(const T* x) {
         floats sum = {};
         for (int64_t k = 0; k < GROUP; k += LANES) sum += load_row(x + k);
-        return total_of(sum);
+        return sum_of(sum);
     }
 };
 
@@ -139,6 +141,29 @@ void tile(const T* x, const float* sums, const uint8_t* values, const uint8_t* h
         }
     }
     store_tile(out, outputs, totals, width);
+}
+
+// Calls work(panel, tile, ahead) for every panel and tile, in parallel; each fetches ahead in every group of each half.
+template <typename F>
+static inline void for_panels_of_tiles(const Tiles& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
+                                       int64_t panel_bytes, int64_t outputs, F&& work) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+    const int64_t most = panels >= 4 * threads ? CACHED / (row_bytes * TILE) + 1 : ROWS / TILE;
+    const int64_t passes = (tiles.count + most - 1) / most, tasks = panels * passes;
+    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
+    const int64_t chunk = tiles.count == 1 ? (tasks + threads - 1) / threads : 1;
+    const int64_t lines = (panel_bytes + 63) / 64;
+#pragma omp parallel for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t panel = task % panels, pass = task / panels;
+        const int64_t begin = pass * tiles.count / passes, end = (pass + 1) * tiles.count / passes;
+        const int64_t next = panel + (chunk == 1 ? threads : 1), steps = 2 * groups * (end - begin);
+        const int64_t share = next < panels ? (lines + steps - 1) / steps : 0;
+        for (int64_t tile = begin; tile < end; tile++) {
+            const int64_t from = (tile - begin) * 2 * groups * share * 64;
+            work(panel, tile, Ahead{packed + next * panel_bytes + from, from < panel_bytes ? share : 0});
+        }
+    }
 }
 
 template <int BITS, typename T, typename O>

@@ -42,8 +42,8 @@ void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uin
 // others when it is done.
 class Runs {
    public:
-    Runs(const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t outputs)
-        : threads(omp_get_max_threads()),
+    Runs(int64_t threads, const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t outputs)
+        : threads(threads),
           tiles(tiles),
           groups(groups),
           packed(packed),
@@ -54,22 +54,16 @@ class Runs {
     // Calls work(panel, tile, ahead) for some of them, in every thread of a parallel region.
     template <typename F>
     void work_on_some(F&& work) {
-        const int64_t tasks = panels * passes;
-        for (int64_t turn = 0; turn < threads; turn++) {
-            const int64_t owner = (omp_get_thread_num() + turn) % threads;
-            const int64_t start = tasks * owner / threads, stop = tasks * (owner + 1) / threads;
-            for (int64_t task; (task = start + taken[owner].count++) < stop;) run(task, task + 1 < stop, work);
-        }
+        const auto start = [&](int64_t owner) { return panels * passes * owner / threads; };
+        work_on_runs(taken, [&](int64_t owner) { return start(owner + 1) - start(owner); },
+                     [&](int64_t owner, int64_t number) {
+                         const int64_t task = start(owner) + number;
+                         run(task, task + 1 < start(owner + 1), work);
+                     });
     }
-
-    const int64_t threads;
 
    private:
     static constexpr int64_t TOGETHER = ROWS / TILE;  // tiles per pass over the panels
-
-    struct alignas(64) Taken {  // in a cache line of its own
-        std::atomic<int64_t> count{0};
-    };
 
     template <typename F>
     void run(int64_t task, bool has_next, F&& work) const {
@@ -84,6 +78,7 @@ class Runs {
         }
     }
 
+    const int64_t threads;
     const Tiles tiles;
     const int64_t groups;
     const uint8_t* packed;
@@ -94,10 +89,10 @@ class Runs {
 
 template <typename T, typename O>
 void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
-    const int64_t groups = inputs / GROUP;
+    const int64_t groups = inputs / GROUP, threads = omp_get_max_threads();
     const Tiles tiles(rows);
     Int8Rows rounded(tiles, groups);
-    Runs runs(tiles, groups, packed, outputs);
+    Runs runs(threads, tiles, groups, packed, outputs);
     const auto round = [&](int64_t row) { rounded.fill(row, x + row * width, width); };
     const auto multiply = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes(groups);
@@ -112,7 +107,7 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
         });
     };
     if (rows == 1) round(0);  // sooner done than shared out
-#pragma omp parallel num_threads(runs.threads)
+#pragma omp parallel num_threads(threads)
     {
         if (rows > 1) {
 #pragma omp for schedule(static)

@@ -150,9 +150,9 @@ extern "C" void kvloom_rope_kv_write(const void* qkv, int qkv_bf16, const float*
                                      const int64_t* slots, void* k, void* v, int cache_bf16, int64_t rows,
                                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                                      int64_t block_stride, void* q_out) {
-#define CALL(Q, T)                                                                                                  \
-    rope_kv_write<Q, T>((const Q*)qkv, cos_sin, positions, slots, (T*)k, (T*)v, rows, heads, kv_heads, dim, block_size, \
-                        block_stride, (Q*)q_out)
+#define CALL(Q, T)                                                                                             \
+    rope_kv_write<Q, T>((const Q*)qkv, cos_sin, positions, slots, (T*)k, (T*)v, rows, heads, kv_heads, dim,    \
+                        block_size, block_stride, (Q*)q_out)
     if (qkv_bf16)
         cache_bf16 ? CALL(bf16, bf16) : CALL(bf16, float);
     else

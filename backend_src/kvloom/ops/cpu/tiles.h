@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int64_t GROUP = 32;  // inputs that share a scale
-constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels: they stay in the L2 cache
 
 // fp16 to fp32, whatever is finite.
 static inline floats load_halves(const uint8_t* p) {
@@ -26,17 +25,15 @@ static inline floats load_halves(const uint8_t* p) {
 #endif
 }
 
-// Some of a row, and the sum of a vector. What GCC makes of the portable forms goes through memory.
+// Some of a row. What GCC makes of the portable forms goes through memory.
 #if LANES_512
 static inline floats load_row(const float* p) { return load(p); }
 static inline floats load_row(const bf16* p) {
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
-static inline float total_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
 #else
 template <typename T>
 static inline floats load_row(const T* p) { return load(p); }
-static inline float total_of(floats x) { return sum_of(x); }
 #endif
 
 // Results of R rows of half a panel, of which there may be fewer. The sums' names are known: they stay in registers.
@@ -75,6 +72,7 @@ struct Tiles {
     explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE - 1) / TILE) {}
     int64_t first(int64_t tile) const { return tile * rows / count; }
     int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
+    // the tile of a row; there are rows
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
@@ -88,28 +86,5 @@ struct Ahead {
         place += lines * 64;
     }
 };
-
-// Calls work(panel, tile, ahead) for every panel and tile, in parallel; each fetches ahead in every group of each half.
-template <typename F>
-static inline void for_panels_of_tiles(const Tiles& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
-                                       int64_t panel_bytes, int64_t outputs, F&& work) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
-    const int64_t most = panels >= 4 * threads ? CACHED / (row_bytes * TILE) + 1 : ROWS / TILE;
-    const int64_t passes = (tiles.count + most - 1) / most, tasks = panels * passes;
-    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
-    const int64_t chunk = tiles.count == 1 ? (tasks + threads - 1) / threads : 1;
-    const int64_t lines = (panel_bytes + 63) / 64;
-#pragma omp parallel for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t panel = task % panels, pass = task / panels;
-        const int64_t begin = pass * tiles.count / passes, end = (pass + 1) * tiles.count / passes;
-        const int64_t next = panel + (chunk == 1 ? threads : 1), steps = 2 * groups * (end - begin);
-        const int64_t share = next < panels ? (lines + steps - 1) / steps : 0;
-        for (int64_t tile = begin; tile < end; tile++) {
-            const int64_t from = (tile - begin) * 2 * groups * share * 64;
-            work(panel, tile, Ahead{packed + next * panel_bytes + from, from < panel_bytes ? share : 0});
-        }
-    }
-}
 
 }  // namespace
