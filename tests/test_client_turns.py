@@ -1,9 +1,16 @@
 """What the gRPC clients know of a conversation after a turn that did not go well, against a scripted gRPC server."""
 
 import asyncio
+import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 
+from kvloom.interrupts import Interrupts
+from kvloom.terminal import Chat
 from kvloom_client import (
     AnswerTimeout,
     AsyncClient,
@@ -12,10 +19,11 @@ from kvloom_client import (
     Conversation,
     IncompleteAnswer,
     KvloomClientError,
+    Stream,
     Unavailable,
     retry,
 )
-from test_client_retries import BUSY, NEVER, Scripted, place
+from test_client_retries import BUSY, NEVER, Scripted, inputs, place
 
 NOWHERE = "127.0.0.1:1"
 LONG = 300.0
@@ -174,3 +182,38 @@ def test_a_last_turn_that_is_cancelled_has_ended_the_conversation_once_it_is_ans
         speaks.say("a")
         speaks.begin_to_hear("b", chunks, last=True)
         assert speaks.talk.begun == (chunks == 0)
+
+
+def test_a_turn_that_the_chat_gives_up_is_told_again_whatever_its_tries_did_meanwhile(monkeypatch):
+    cancel = Stream.cancel
+
+    def type_next(prompt: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    def interrupt() -> None:
+        limit = time.monotonic() + 10
+        while len(server.requests) < 2 and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def cancel_after_another_try(stream: Stream) -> None:
+        if not stream.ended:
+            stream._watch.sending()
+        cancel(stream)
+
+    lines = ["one", "two", "three"]
+    unknown = "NOT_FOUND: conversation 7: unknown"
+    # the answers to the first turn, to the second and to the interrupt of it, to the third and to the end
+    answers = (["a"], NEVER, unknown, ["c"], unknown)
+    with Scripted(*answers) as server, Client(server.url) as client, Interrupts() as interrupts:
+        monkeypatch.setattr("builtins.input", type_next)
+        monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 - closed with the test
+        monkeypatch.setattr(Stream, "cancel", cancel_after_another_try)
+        threading.Thread(target=interrupt, daemon=True).start()
+        Chat(client, {}, interrupts).run()
+    third = server.requests[3]
+    assert third.parameters["sequence_start"].bool_param
+    said = [message["content"] for message in json.loads(inputs(third)["messages"][2][4:])]
+    assert said == ["one", "a", "three"]
