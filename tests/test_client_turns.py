@@ -78,6 +78,28 @@ def test_a_cancel_after_a_refused_start_leaves_no_conversation(monkeypatch):
         assert not talk.begun
 
 
+class Lingering(Scripted):
+    """Leaves the call open after its only answer, an error."""
+
+    def ModelStreamInfer(self, requests, context):
+        yield from super().ModelStreamInfer(requests, context)
+        over = threading.Event()
+        if context.add_callback(over.set):
+            over.wait(30)
+
+
+def test_a_cancel_after_an_error_does_not_cancel_the_task():
+    async def ask():
+        async with AsyncClient(server.url) as client:
+            stream = client.stream(text_input="a")
+            asyncio.get_running_loop().call_later(0.2, stream.cancel)
+            with pytest.raises(Unavailable):
+                await anext(stream)
+
+    with Lingering(BUSY) as server:
+        asyncio.run(ask())
+
+
 class Sync:
     """Turns of one conversation, said by a plain program."""
 

@@ -72,10 +72,8 @@ class AsyncStream(AsyncIterator[Chunk]):
                     continue
                 raise failure from error
             except asyncio.CancelledError:
-                # grpc raises it for our own cancel of the call too; a cancel of the waiting task must go on
                 self._ended = True
-                task = asyncio.current_task()
-                if not self._cancelled.is_set() or (task is not None and task.cancelling()):
+                if not self._only_cancelled_here():
                     raise
                 break
             self._watch.answered()
@@ -151,6 +149,14 @@ class AsyncStream(AsyncIterator[Chunk]):
                 pass
         except grpc.RpcError:
             return  # the answer is complete; how the call closes no longer matters
+        except asyncio.CancelledError:
+            if not self._only_cancelled_here():
+                raise
+
+    def _only_cancelled_here(self) -> bool:
+        """Whether a CancelledError is grpc's word for our own cancel of the call; the waiting task's must go on."""
+        task = asyncio.current_task()
+        return self._cancelled.is_set() and not (task is not None and task.cancelling())
 
 
 class AsyncClient:
