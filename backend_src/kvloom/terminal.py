@@ -29,7 +29,7 @@ def print_answer(
     said: list[str],
     interrupts: Interrupts,
     interrupt: Callable[[Stream], None] = Stream.cancel,
-) -> None:
+) -> Stream:
     """Ask, and print the answer as it comes and then its speed, also when it breaks off or a signal ends it.
 
     Args:
@@ -37,6 +37,9 @@ def print_answer(
         said: gets the answer's parts, also those before it broke off.
         interrupts: a signal ends the answer.
         interrupt: how it does; called in a thread of its own.
+
+    Returns:
+        the answer's stream, which has ended.
 
     Raises:
         KvloomClientError: there is no answer, or no whole one.
@@ -50,6 +53,7 @@ def print_answer(
                 said.append(chunk.text)
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
+            return stream
     finally:
         if arrivals:
             print(flush=True)
@@ -145,12 +149,12 @@ class Chat:
         said: list[str] = []
         try:
             try:
-                print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
+                self._answer(turn, said)
             except NotFound as error:
                 if said or not self._history:
                     raise
                 _note(f"kvloom: {error}; telling it again")
-                print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
+                self._answer(turn, said)
         except KvloomClientError as error:
             if said or not isinstance(error, RequestFailed):
                 self._conversation.begun = False
@@ -167,6 +171,12 @@ class Chat:
             self._history += [turn, {"role": "assistant", "content": "".join(said)}]
         elif said:
             # the server has it in the conversation
+            self._conversation.begun = False
+
+    def _answer(self, turn: dict[str, str], said: list[str]) -> None:
+        stream = print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
+        if stream.cancelled:
+            # given up, so that the server may have less or more of it. After its end: its tries set this, too
             self._conversation.begun = False
 
     def _ask(self, turn: dict[str, str]) -> Stream:
@@ -186,7 +196,6 @@ class Chat:
                 self._conversation.interrupt(timeout=_PATIENCE_S)
                 time.sleep(_AGAIN_S)
         except KvloomClientError:
-            self._conversation.begun = False
             stream.cancel()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -13,7 +14,7 @@ from kvloom_client.answer import Answer, Chunk, join, read_control
 from kvloom_client.conversation import AsyncConversation
 from kvloom_client.errors import IncompleteAnswer, KvloomClientError, NotFound, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
-from kvloom_client.retry import Backoff
+from kvloom_client.retry import Backoff, Watch
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -33,19 +34,20 @@ class AsyncStream(AsyncIterator[Chunk]):
         url: str,
         timeout: float | None,
         retries: int,
-        failed: Callable[[KvloomClientError], None] | None = None,
+        watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], "AsyncStream | None"] | None = None,
     ):
         """Start the first try; the arguments are those of ``Stream``."""
         self.request_id = request_id
         self._url = url
         self._begin = call
-        self._failed = failed or (lambda error: None)
+        self._watch = watch or Watch()
         self._mend = mend
         self._mending: AsyncStream | None = None
-        self._backoff = Backoff(retries, timeout)
+        self._backoff = Backoff(retries, timeout, self._watch.may_retry)
         self._ended = False
-        self._cancelled = False
+        self._cancelled = asyncio.Event()
+        self._watch.sending()
         self._call = call(timeout)
         self._messages = self._call.__aiter__()
 
@@ -63,21 +65,18 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._drain()
                 if await self._try_again(error):
                     continue
-                self._failed(error)
                 raise
             except grpc.RpcError as error:
                 failure = wire.transport_error(error, self._url)
                 if await self._try_again(failure):
                     continue
-                self._failed(failure)
                 raise failure from error
             except asyncio.CancelledError:
-                # grpc raises it for our own cancel of the call too; a cancel of the waiting task must go on
                 self._ended = True
-                task = asyncio.current_task()
-                if not self._cancelled or (task is not None and task.cancelling()):
+                if not self._only_cancelled_here():
                     raise
                 break
+            self._watch.answered()
             self._backoff.give_up()
             self._mend = None
             if reply.final:
@@ -90,7 +89,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Tell the server to stop working on the answer; also allowed after the end."""
         if not self._ended:
-            self._cancelled = True
+            self._cancelled.set()
             self._call.cancel()
             if self._mending is not None:
                 self._mending.cancel()
@@ -98,7 +97,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     @property
     def cancelled(self) -> bool:
         """Whether ``cancel`` was called before the answer had ended."""
-        return self._cancelled
+        return self._cancelled.is_set()
 
     async def __aenter__(self) -> "AsyncStream":
         return self
@@ -111,16 +110,21 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def _try_again(self, error: KvloomClientError) -> bool:
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
-        if pause is not None:
-            await asyncio.sleep(pause)
-        elif not await self._mended(error):
-            self._ended = True
-            return False
-        if self._cancelled:
-            self._ended = True
+        if pause is None and await self._mended(error):
+            pause = 0.0
         else:
-            self._call = self._begin(self._backoff.time_left)
-            self._messages = self._call.__aiter__()
+            # before the pause: who cancels in it ends the tries there
+            self._watch.failed(error)
+        if pause is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._cancelled.wait()
+        if pause is None or self._cancelled.is_set():
+            self._ended = True
+            return pause is not None
+        self._watch.sending()
+        self._call = self._begin(self._backoff.time_left)
+        self._messages = self._call.__aiter__()
         return True
 
     async def _mended(self, error: KvloomClientError) -> bool:
@@ -133,9 +137,8 @@ class AsyncStream(AsyncIterator[Chunk]):
             [_ async for _ in self._mending]
         except NotFound:
             return False
-        except KvloomClientError as failure:
+        except KvloomClientError:
             self._ended = True
-            self._failed(failure)
             raise
         return True
 
@@ -146,6 +149,14 @@ class AsyncStream(AsyncIterator[Chunk]):
                 pass
         except grpc.RpcError:
             return  # the answer is complete; how the call closes no longer matters
+        except asyncio.CancelledError:
+            if not self._only_cancelled_here():
+                raise
+
+    def _only_cancelled_here(self) -> bool:
+        """Whether a CancelledError is grpc's word for our own cancel of the call; the waiting task's must go on."""
+        task = asyncio.current_task()
+        return self._cancelled.is_set() and not (task is not None and task.cancelling())
 
 
 class AsyncClient:
@@ -216,15 +227,13 @@ class AsyncClient:
         timeout: float | None,
         retries: int,
         *,
-        sending: Callable[[], None] = lambda: None,
-        failed: Callable[[KvloomClientError], None] | None = None,
+        watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], AsyncStream | None] | None = None,
     ) -> AsyncStream:
-        """``sending`` is called before each try; the rest is as of ``Stream``."""
+        """The arguments are those of ``Stream``."""
         message = wire.encode_request(request)
 
         def call(left: float | None) -> Any:
-            sending()
             return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
 
-        return AsyncStream(call, request.id, self.url, timeout, retries, failed, mend)
+        return AsyncStream(call, request.id, self.url, timeout, retries, watch, mend)

@@ -12,6 +12,7 @@ from kvloom_client.answer import Answer, Reply, join, read_control
 from kvloom_client.conversation import Conversation
 from kvloom_client.errors import KvloomClientError, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
+from kvloom_client.retry import Watch
 from kvloom_client.stream import Stream
 
 
@@ -102,18 +103,16 @@ class Client:
         timeout: float | None,
         retries: int,
         *,
-        sending: Callable[[], None] = lambda: None,
-        failed: Callable[[KvloomClientError], None] | None = None,
+        watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], Stream | None] | None = None,
     ) -> Stream:
-        """``sending`` is called before each try; the rest is as of ``Stream``."""
+        """The arguments are those of ``Stream``."""
         message = wire.encode_request(request)
 
         def call(left: float | None) -> _Call:
-            sending()
             return _Call(self._stub, message, self.url, left)
 
-        return Stream(call, request.id, self.url, timeout, retries, failed, mend)
+        return Stream(call, request.id, self.url, timeout, retries, watch, mend)
 
 
 class _Call(Iterator[Reply]):

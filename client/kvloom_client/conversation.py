@@ -14,6 +14,7 @@ from kvloom_client.errors import (
     UnknownSequence,
 )
 from kvloom_client.request import Place, Request, RequestArguments, build_control, build_request
+from kvloom_client.retry import Watch
 
 if TYPE_CHECKING:
     from kvloom_client.aio import AsyncClient, AsyncStream
@@ -36,28 +37,50 @@ class _Turns:
     def _request(self, last: bool, **request: Any) -> Request:
         return build_request(place=Place(self.id, start=not self.begun, end=last), **request)
 
-    def _sending(self, last: bool) -> None:
-        """A turn is being sent, maybe once more."""
-        # unless it is refused: also when the answer is given up before anything of it has come
-        self.begun = not last
-
     def _opening(self) -> Request:
         """Lets Triton know the id, and asks the engine whether it has the conversation.
 
-        Of a conversation that it does not have, the engine ends what this began in Triton.
+        Of a conversation that it does not have, the engine ends what this began in Triton. Triton has refused the turn
+        before, so that the engine has seen nothing of it, not even that it was the last.
         """
-        # the turn was refused by Triton, and as long as it is not sent again it has ended nothing
-        self.begun = True
         return build_control("status", self.id, place=Place(self.id, start=True))
 
-    def _told(self, start: bool, error: KvloomClientError) -> None:
+
+class _Turn(Watch):
+    """One turn on its way: keeps ``begun`` as what is known of the server while the tries go on.
+
+    In doubt the server has the conversation: a next turn is then refused as NotFound where it has none, and a start
+    would make it forget what it may well have.
+    """
+
+    def __init__(self, conversation: _Turns, last: bool):
+        self._conversation = conversation
+        self._start = not conversation.begun
+        self._last = last
+
+    def sending(self) -> None:
+        # a last one has ended nothing before it has arrived
+        if not self._last:
+            self._conversation.begun = True
+
+    def answered(self) -> None:
+        if self._last:
+            self._conversation.begun = False
+
+    def failed(self, error: KvloomClientError) -> None:
+        refused = isinstance(error, RequestFailed)
         # one that another client restarted is there, with other content
-        refused = isinstance(error, RequestFailed) and not isinstance(error, Cancelled)
-        if isinstance(error, NotFound) or (start and refused):
-            self.begun = False
+        restarted = isinstance(error, Cancelled)
+        if isinstance(error, NotFound) or (refused and self._last) or (refused and self._start and not restarted):
+            self._conversation.begun = False
         elif isinstance(error, ConnectionFailed) and not error.sent:
             # as before the turn
-            self.begun = not start
+            self._conversation.begun = not self._start
+
+    def may_retry(self, error: KvloomClientError) -> bool:
+        # a last turn ends what it was to go on, also where it is refused
+        ended = self._last and not self._start and isinstance(error, RequestFailed)
+        return not ended and super().may_retry(error)
 
 
 class Conversation(_Turns):
@@ -86,9 +109,10 @@ class Conversation(_Turns):
         """Say something and get the answer's chunks as they come; ``Client.stream`` explains the arguments.
 
         Args:
-            last: the conversation ends with this turn.
+            last: the conversation ends with this turn, also where the server refuses it.
             timeout: seconds for the whole answer, retries included.
-            retries: how often to ask again where that is safe.
+            retries: how often to ask again where that is safe. A last turn that the server has refused is not sent
+                again: it has ended the conversation that it belongs to.
             request: what is new, and how to sample.
         """
         return self._ask(timeout, retries, last, stream=True, **request)
@@ -105,7 +129,8 @@ class Conversation(_Turns):
 
         Raises:
             NotFound: the server has lost the conversation.
-            RequestFailed: the server answered with another error; the conversation is as before the turn.
+            RequestFailed: the server answered with another error; the conversation is as before the turn, unless that
+                was to be the last.
             TransportError: the answer did not arrive, or not whole.
         """
         with self._ask(timeout, retries, last, stream=False, **request) as stream:
@@ -140,15 +165,12 @@ class Conversation(_Turns):
         self.end()
 
     def _ask(self, timeout: float | None, retries: int, last: bool, **request: Any) -> "Stream":
-        start = not self.begun
-        made = self._request(last, **request)
         return self._client._send(
-            made,
+            self._request(last, **request),
             timeout,
             retries,
-            sending=lambda: self._sending(last),
-            failed=lambda error: self._told(start, error),
-            mend=None if start else self._reopen,
+            watch=_Turn(self, last),
+            mend=self._reopen if self.begun else None,
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "Stream | None":
@@ -216,15 +238,12 @@ class AsyncConversation(_Turns):
         await self.end()
 
     def _ask(self, timeout: float | None, retries: int, last: bool, **request: Any) -> "AsyncStream":
-        start = not self.begun
-        made = self._request(last, **request)
         return self._client._send(
-            made,
+            self._request(last, **request),
             timeout,
             retries,
-            sending=lambda: self._sending(last),
-            failed=lambda error: self._told(start, error),
-            mend=None if start else self._reopen,
+            watch=_Turn(self, last),
+            mend=self._reopen if self.begun else None,
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "AsyncStream | None":

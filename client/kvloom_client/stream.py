@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvloom_client.answer import Chunk, Reply
 from kvloom_client.errors import IncompleteAnswer, KvloomClientError, NotFound, TransportError
-from kvloom_client.retry import Backoff
+from kvloom_client.retry import Backoff, Watch
 
 
 class Call(Iterator[Reply], Protocol):
@@ -38,7 +38,7 @@ class Stream(Iterator[Chunk]):
         url: str,
         timeout: float | None,
         retries: int,
-        failed: Callable[[KvloomClientError], None] | None = None,
+        watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], "Stream | None"] | None = None,
     ):
         """Start the first try.
@@ -49,7 +49,7 @@ class Stream(Iterator[Chunk]):
             url: for messages.
             timeout: seconds for all tries.
             retries: how many more tries there may be.
-            failed: told of the error that the iteration raises.
+            watch: follows the tries; None where nobody does.
             mend: asked once of an error that is not retried, with the seconds left, before anything of the answer has
                 arrived: what has to come to its end before another try, None for no other try. Where it fails as
                 NotFound the error stands, any other failure of it takes the error's place.
@@ -57,12 +57,13 @@ class Stream(Iterator[Chunk]):
         self.request_id = request_id
         self._url = url
         self._begin = call
-        self._failed = failed or (lambda error: None)
+        self._watch = watch or Watch()
         self._mend = mend
         self._mending: Stream | None = None
-        self._backoff = Backoff(retries, timeout)
+        self._backoff = Backoff(retries, timeout, self._watch.may_retry)
         self._ended = False
         self._cancelled = threading.Event()
+        self._watch.sending()
         self._call = call(timeout)
 
     def __iter__(self) -> "Stream":
@@ -82,8 +83,8 @@ class Stream(Iterator[Chunk]):
                     continue
                 if self._cancelled.is_set() and isinstance(error, TransportError):
                     break
-                self._failed(error)
                 raise
+            self._watch.answered()
             self._backoff.give_up()
             self._mend = None
             self._ended = reply.final
@@ -120,14 +121,15 @@ class Stream(Iterator[Chunk]):
     def _try_again(self, error: KvloomClientError) -> bool:
         """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
         pause = self._backoff.pause_after(error)
-        if pause is None:
-            if not self._mended(error):
-                self._ended = True
-                return False
+        if pause is None and self._mended(error):
             pause = 0.0
-        if self._cancelled.wait(pause):
+        else:
+            # before the pause: who cancels in it ends the tries there
+            self._watch.failed(error)
+        if pause is None or self._cancelled.wait(pause):
             self._ended = True
-            return True
+            return pause is not None
+        self._watch.sending()
         self._call = self._begin(self._backoff.time_left)
         if self._cancelled.is_set():  # it may have hit the call before
             self._call.cancel()
@@ -145,8 +147,7 @@ class Stream(Iterator[Chunk]):
             list(self._mending)
         except NotFound:
             return False
-        except KvloomClientError as failure:
+        except KvloomClientError:
             self._ended = True
-            self._failed(failure)
             raise
         return True
