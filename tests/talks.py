@@ -8,6 +8,7 @@ from typing import Any
 from engine_driver import Answer, Driver
 from kvloom.conversations import ConversationId, Turn
 from kvloom.request import Request, SamplingParams, Sequence
+from kvloom.residency import Costs
 
 
 class Triton:
@@ -101,3 +102,13 @@ class Talks(Driver):
         self.run_all()
         self.assert_idle()
         assert self.engine.stats().blocks_swapped == 0
+
+
+ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)
+NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
+
+
+def talks(model: Path, costs: Costs = ALWAYS_SWAP, **settings: Any) -> Talks:
+    made = Talks(model, **{"kv_blocks": 256, **settings})
+    made.engine._scheduler._residency._costs = costs
+    return made
