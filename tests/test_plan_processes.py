@@ -138,6 +138,6 @@ def test_a_process_takes_what_was_planned(weights):
     )
     print({name: round(size / MIB) for name, size in real.items()}, plan)
     # beside the weights: the tokenizer, what was imported for it, and what the allocator keeps
-    assert plan.weights < real["loaded"] < plan.weights + LEAST_HEADROOM
+    assert plan.weights < real["loaded"] < plan.weights + plan.pool + LEAST_HEADROOM
     planned_peak = plan.weights + plan.step + plan.pool
     assert planned_peak - 0.5 * plan.step < real["peak"] < planned_peak + LEAST_HEADROOM

@@ -19,6 +19,7 @@ from kvloom.journal import Journal
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry
+from kvloom.kv.pages import PagesAhead
 from kvloom.kv.storage import Storage
 from kvloom.lifecycle import Triton
 from kvloom.measure import measure_costs
@@ -75,7 +76,12 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     cache = BlockCache(
-        plan.blocks, settings.block_size, settings.prefix_cache, plan.retain_blocks, settings.test_block_hash
+        plan.blocks,
+        settings.block_size,
+        settings.prefix_cache,
+        plan.retain_blocks,
+        settings.test_block_hash,
+        first_use=None if on_gpu else PagesAhead(storage.memory, plan.block_bytes).used,
     )
     host = BlockPool(plan.swap_blocks)
     costs = measure_costs(decoder, storage, host_storage, settings.block_size)

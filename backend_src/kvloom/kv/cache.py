@@ -17,7 +17,7 @@ never reclaimed before those that continue it, and whatever is listed can be rea
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,9 +91,18 @@ class BlockCache:
         share: list full blocks, so that later sequences find them; False: every block is private.
         retain_limit: most blocks that can be retained.
         block_hash: one of ``KEY_TYPES``.
+        first_use: is told of each block that is handed out for the first time; they come in order.
     """
 
-    def __init__(self, total: int, block_size: int, share: bool = True, retain_limit: int = 0, block_hash: str = ""):
+    def __init__(
+        self,
+        total: int,
+        block_size: int,
+        share: bool = True,
+        retain_limit: int = 0,
+        block_hash: str = "",
+        first_use: Callable[[int], None] | None = None,
+    ):
         self.total = total
         self.block_size = block_size
         self.retain_limit = retain_limit
@@ -102,6 +111,8 @@ class BlockCache:
         self._blocks = [_Block() for _ in range(total)]
         # popped from the end: the most recently freed block first, whose memory is warm
         self._free = list(range(total - 1, -1, -1))
+        self._first_use = first_use
+        self._unused = 0  # the first block that was never handed out
         self._listed: dict[Key, int] = {}
         self._listings = 0
         # what was listed since the step began: its content is not computed yet
@@ -341,6 +352,10 @@ class BlockCache:
             self._free.append(oldest)
         number = self._free.pop()
         self._blocks[number].tables = 1
+        if number == self._unused:
+            self._unused += 1
+            if self._first_use is not None:
+                self._first_use(number)
         return number
 
     def _unlist(self, number: int) -> None:
