@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from bench.variants import Variant
 LOAD = Path(__file__).parents[1]
 LOG_LINES = 5
 END_S = 60
+SETTLE_S = 1
+GROWTH = 16 * 2**20
 
 
 class EngineFailed(Exception):
@@ -54,6 +57,7 @@ class Driver:
         self.load_seconds: float = loaded["seconds"]
         self.versions: dict[str, str] = loaded["versions"]
         self._pid: int = loaded["pid"]
+        self._settle()
         self._pause()
 
     def run(self, run: Run) -> tuple[float, list[list[int]]]:
@@ -98,6 +102,13 @@ class Driver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _settle(self) -> None:
+        """What an engine still does after it has loaded, it may do: until its memory grows no more."""
+        before = 0
+        while (now := self.rss()) > before + GROWTH:
+            before = now
+            time.sleep(SETTLE_S)
 
     def _pause(self) -> None:
         for process in _tree(self._process.pid):

@@ -1,6 +1,6 @@
 """The system's memory for the block pool, taken before its blocks are.
 
-A page is given when it is first touched, and in a step that is time nobody has: 0.2 ms for each 2 MiB, and ten times
+A page is given when it is first touched, and in a step that is time nobody has: 0.2 ms for each 2 MiB, and fifty times
 that on a virtual machine whose host has to find the memory.
 """
 
@@ -14,8 +14,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
-AHEAD = 256 * 2**20
-"""Bytes that are kept ready beyond what blocks have used: some seconds of prefill."""
+AHEAD = 2**30
+"""Bytes that are kept ready beyond what blocks have used; more are asked for when half of them are left."""
 
 CHUNK = 4 * 2**20
 """Bytes that are asked for at once: while they come, no other thread can map memory."""
