@@ -30,6 +30,7 @@ from bench.variants import IN_PROCESS, Variant, about, variants
 from kvloom.config import Settings
 from kvloom.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
+from kvloom_load.counts import counts
 from kvloom_load.machine import cpu
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -149,14 +150,14 @@ def profile(
     """Say where the time of a decode step goes."""
     if weights not in IN_PROCESS:
         raise typer.BadParameter(f"--weights {weights}: one of {', '.join(IN_PROCESS)}")
-    counts = _numbers(streams)
+    numbers = counts(streams, "--streams")
     spec = GgufFile(default_model()).spec
     progress = Console(stderr=True)
     progress.print("measuring the machine; all of it takes some two minutes")
     with Probe() as process:
         before = process.measure(PROFILE_REPEATS)
     settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
-    profiles = profile_step.profile(settings, counts, lambda what: progress.print(what, markup=False))
+    profiles = profile_step.profile(settings, numbers, lambda what: progress.print(what, markup=False))
     progress.print("measuring the machine again")
     with Probe() as process:
         after = process.measure(PROFILE_REPEATS)
@@ -178,16 +179,6 @@ def profile(
     tables.show_profile(rows, tables.console())
     tables.warn(meta["unsteady"], 1, tables.console())
     print(f"results: {folder / name}.json")
-
-
-def _numbers(streams: str) -> list[int]:
-    try:
-        counts = [int(count) for count in streams.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise typer.BadParameter(f"{streams!r}: numbers of at least 1, like 1,32", param_hint="'--streams'")
-    return counts
 
 
 def _chosen(names: list[str] | None) -> list[Variant]:

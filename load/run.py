@@ -19,6 +19,7 @@ from kvloom.repository import ModelRepository, parse_assignments
 from kvloom_client import KvloomClientError
 from kvloom_load import report
 from kvloom_load.comparisons import COMPARISONS, Comparison, ComparisonName, Configuration, serve
+from kvloom_load.counts import counts
 from kvloom_load.drive import Plan, UserName, drive
 from kvloom_load.figures import Target, add_efficiency, row
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
@@ -92,7 +93,7 @@ def _test(
     answer_timeout: int,
     folder: Path,
 ) -> None:
-    counts = _counts(users)
+    numbers = counts(users, "--users")
     settings = parse_assignments(assignments or [])
     _check(comparison, lengths, settings)
     plan = Plan(
@@ -105,10 +106,10 @@ def _test(
     )
     REPORTS.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    progress = Progress(plan, counts, len(comparison.configurations))
+    progress = Progress(plan, numbers, len(comparison.configurations))
     for number, configuration in enumerate(comparison.configurations):
         with serve(configuration, settings) as server:
-            for count in counts:
+            for count in numbers:
                 page = REPORTS / f"{name}-locust-{number}-{count}.html"
                 rows.append(row(drive(server, plan, count, page), configuration.name, target))
                 progress.finished(rows[-1])
@@ -133,17 +134,6 @@ def _test(
     page = report.write(folder, name, meta, rows)
     report.show(rows)
     print(f"report: {page}")
-
-
-def _counts(users: str) -> list[int]:
-    """The numbers of users."""
-    try:
-        counts = [int(count) for count in users.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise typer.BadParameter(f"{users!r}: numbers of at least 1, like 1,4,16", param_hint="'--users'")
-    return counts
 
 
 def _check(comparison: Comparison, lengths: Path, settings: dict[str, str]) -> None:
