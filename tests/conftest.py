@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvloom.fetch import cache_folder
 from kvloom.launch import Server
+from kvloom.ops.native import stop_using_native, use_native
 from kvloom.repository import ModelRepository
 from kvloom_client import Client
 from server import SETTINGS
@@ -36,3 +38,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
     from tiny_server import Tiny
 
     return Tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(params=["torch", "C++"])
+def torch_or_native(request) -> Iterator[None]:
+    """The ops in either form."""
+    if request.param == "C++":
+        assert use_native(cache_folder("ops")), "there is no compiler"
+    yield
+    stop_using_native()
