@@ -75,6 +75,8 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
+    # before the pool's pages come in a thread, which would be measured, too
+    costs = measure_costs(decoder, storage, host_storage, settings.block_size)
     cache = BlockCache(
         plan.blocks,
         settings.block_size,
@@ -84,7 +86,6 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
         first_use=None if on_gpu else PagesAhead(storage.memory, plan.block_bytes).used,
     )
     host = BlockPool(plan.swap_blocks)
-    costs = measure_costs(decoder, storage, host_storage, settings.block_size)
     if on_gpu:
         limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
         runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)

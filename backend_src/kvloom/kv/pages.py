@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 
 import torch
 
@@ -28,6 +29,7 @@ class PagesAhead:
     """Has the system give a pool's pages, in order, in a thread that lives as long as that takes.
 
     Blocks may be used meanwhile, and may be used before their pages are there: then the step that does waits for them.
+    The thread ends, at most a chunk later, when nobody has this object any more and when the program ends.
 
     Args:
         memory: the pool, uint8, of whole pages from its beginning.
@@ -49,17 +51,29 @@ class PagesAhead:
         self._wanted = min(used + AHEAD, size)
         running = self._thread is not None and self._thread.is_alive()
         if self._ready < min(used + AHEAD // 2, size) and not running:
-            self._thread = threading.Thread(target=self._take, name="kvloom-pages", daemon=True)
+            # no daemon: one that is the last to have the memory aborts the program when Python ends while it frees it
+            self._thread = threading.Thread(target=_take, args=(weakref.ref(self),), name="kvloom-pages", daemon=False)
             self._thread.start()
 
-    def _take(self) -> None:
-        while self._ready < self._wanted:
-            size = min(CHUNK, self._memory.nbytes - self._ready)
-            if self._madvise(self._memory.data_ptr() + self._ready, size, MADV_POPULATE_WRITE):
-                code = ctypes.get_errno()
-                if code in (errno.EINTR, errno.EAGAIN):
-                    continue
-                log.info("the pool's pages come as they are used: %s", os.strerror(code))
-                self._ready = self._memory.nbytes
-                return
+    def _take_chunk(self) -> bool:
+        """Whether to go on."""
+        if self._ready >= self._wanted:
+            return False
+        size = min(CHUNK, self._memory.nbytes - self._ready)
+        if not self._madvise(self._memory.data_ptr() + self._ready, size, MADV_POPULATE_WRITE):
             self._ready += size
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EINTR, errno.EAGAIN):
+            return True
+        log.info("the pool's pages come as they are used: %s", os.strerror(code))
+        self._ready = self._memory.nbytes
+        return False
+
+
+def _take(pages: "weakref.ref[PagesAhead]") -> None:
+    while threading.main_thread().is_alive():
+        here = pages()
+        if here is None or not here._take_chunk():
+            return
+        del here
