@@ -11,11 +11,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
 import benchmark
-from bench import measure, profile_step
+from bench import drivers, measure, profile_step
 from bench.cases import FULL, QUICK, Case, cases, figure, rounds
 from bench.compare import DOOR
 from bench.drivers import Driver, EngineFailed
@@ -247,6 +248,14 @@ def test_an_engine_that_can_not_be_loaded_says_why():
     )
     with pytest.raises(EngineFailed, match="FileNotFoundError.*/nowhere"):
         Driver(missing)
+
+
+def test_a_process_that_has_just_ended_has_no_memory():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        process = psutil.Process(running.pid)
+        assert drivers._rss(process) > 0
+        running.communicate()
+    assert drivers._rss(process) == 0
 
 
 def test_peers_keep_the_precision_and_the_version_that_are_said():

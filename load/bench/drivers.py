@@ -83,7 +83,7 @@ class Driver:
 
     def rss(self) -> int:
         """Bytes: what the engine's processes have now, added up."""
-        return sum(process.memory_info().rss for process in _tree(self._pid))
+        return sum(map(_rss, _tree(self._pid)))
 
     def close(self) -> None:
         """End it, and what it started."""
@@ -145,6 +145,13 @@ def _tree(pid: int) -> list[psutil.Process]:
         return [process for process in (root, *root.children(recursive=True)) if process.is_running()]
     except psutil.NoSuchProcess:
         return []
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0  # it has just ended
 
 
 def _peak(pid: int) -> int:
