@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
+from matplotlib.image import imread
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from kvloom.launch import Server
@@ -223,16 +224,21 @@ addEventListener("load", () => {
 """
 
 
-def test_the_page_in_a_browser(written, tmp_path):
+def browse(page: Path, folder: Path, *what: str) -> str:
+    """Open a page in Chromium, which does ``what`` with it; what it prints."""
     browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if browser is None:
         pytest.skip("no Chromium here (Debian: chromium-headless-shell): nobody looked at the page")
-    page = tmp_path / "page.html"
-    page.write_text(written.read_text().replace("</body>", LOOK + "</body>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,4000", "--dump-dom", page.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1280,4000", *what, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_the_page_in_a_browser(written, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(written.read_text().replace("</body>", LOOK + "</body>"))
+    dom = browse(page, tmp_path, "--dump-dom")
     seen = json.loads(re.search(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)[1])
     assert len(seen["plots"]) == 13
     for plot in seen["plots"]:
@@ -246,6 +252,18 @@ def test_the_page_in_a_browser(written, tmp_path):
     assert (seen["rows"], seen["empty"]) == (7, 0)
     width, window = seen["page"]
     assert width <= window
+
+
+@pytest.mark.parametrize("where", ["made here", "load/results"])
+def test_a_picture_of_the_page(written, tmp_path, where):
+    page = written if where == "made here" else ROOT / where / "smollm2.html"
+    browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    pixels = (255 * imread(tmp_path / "page.png")[..., :3]).round().astype(int)
+    assert pixels.shape == (4000, 1280, 3)
+    # of lines and of bars: neither text nor a blank page has any
+    for colour in ("#1f77b4", "#440154"):
+        drawn = (pixels == [int(colour[place : place + 2], 16) for place in (1, 3, 5)]).all(-1)
+        assert drawn.sum() > 2000, colour
 
 
 # the command
