@@ -77,13 +77,15 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     # before the pool's pages come in a thread, which would be measured, too
     costs = measure_costs(decoder, storage, host_storage, settings.block_size)
+    # a chosen pool that does not fit as a whole may still do as far as it is used
+    ahead = None if on_gpu or plan.left < 0 else PagesAhead(storage.memory, plan.block_bytes)
     cache = BlockCache(
         plan.blocks,
         settings.block_size,
         settings.prefix_cache,
         plan.retain_blocks,
         settings.test_block_hash,
-        first_use=None if on_gpu else PagesAhead(storage.memory, plan.block_bytes).used,
+        first_use=None if ahead is None else ahead.used,
     )
     host = BlockPool(plan.swap_blocks)
     if on_gpu:
