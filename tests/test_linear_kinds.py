@@ -9,7 +9,7 @@ import torch
 from kvloom.fetch import cache_folder
 from kvloom.ops.linear import Weight, concat_rows, pack_gated_linear, pack_linear, pack_rows, pack_tied_linear
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
-from kvloom.ops.linear_int8 import Int8Weight
+from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
 
 SHAPES = [(960, 576), (48, 1536), (7, 33), (33, 6)]
@@ -42,22 +42,28 @@ def make(kind: str, rows: int, width: int) -> tuple[Weight, torch.Tensor]:
     if kind in ("fp32", "bf16"):
         plain = torch.randn(rows, width).to({"fp32": torch.float32, "bf16": torch.bfloat16}[kind])
         return plain, plain.double()
-    groups = four_bits(rows, width) if kind == "int4" else GroupedWeight.quantize(torch.randn(rows, width))
-    exact = groups.values.double() * groups.scales.double().repeat_interleave(GROUP, 1)
+    group = INT8_GROUPS.get(kind, GROUP)
+    groups = four_bits(rows, width) if kind == "int4" else GroupedWeight.quantize(torch.randn(rows, width), group)
+    assert groups.group == group
+    exact = groups.values.double() * groups.scales.double().repeat_interleave(group, 1)
     if groups.minima is not None:
-        exact += groups.minima.double().repeat_interleave(GROUP, 1)
-    return Int8Weight(groups) if kind == "w8a8" else groups, exact[:, :width]
+        exact += groups.minima.double().repeat_interleave(group, 1)
+    return Int8Weight(groups) if kind in INT8_GROUPS else groups, exact[:, :width]
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
+def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
     """Activations as INT8 in groups has them, float64."""
-    groups = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    groups = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % group)).view(len(x), -1, group)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return ((groups / scales).round() * scales).view(len(x), -1)[:, : x.shape[1]]
 
 
+INT8_GROUPS = {"w8a8": WIDE_GROUP, "w8a8's tables": GROUP}
+"""Kinds with INT8 activations, and inputs that share a scale."""
+
+QUANTIZED = ("int8", "int4", *INT8_GROUPS)
 KINDS = [("fp32", torch.float32), ("bf16", torch.bfloat16)]
-KINDS += [(kind, dtype) for kind in ("int8", "int4", "w8a8") for dtype in (torch.float32, torch.bfloat16)]
+KINDS += [(kind, dtype) for kind in QUANTIZED for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
@@ -71,11 +77,11 @@ def test_products(form, kind, dtype, rows, width):
     assert whole.dtype is dtype
     inputs = x.double()
     tolerance = ROUNDING[dtype]
-    if kind == "w8a8" and form != "torch":  # torch does not round the rows
-        inputs = rounded(x)
+    if kind in INT8_GROUPS and form != "torch":  # torch does not round the rows
+        inputs = rounded(x, INT8_GROUPS[kind])
         tolerance += 1e-3  # where the two halves of a step tie, fp32 may see another one
     expected = inputs @ exact.T
-    if form == "torch" and kind in ("int8", "int4", "w8a8") and dtype is torch.bfloat16:
+    if form == "torch" and kind in QUANTIZED and dtype is torch.bfloat16:
         tolerance *= 4  # groups are kept in bf16 there
     assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
     assert (whole[3] == 0).all()
@@ -97,7 +103,7 @@ def test_gated_products(form, kind, dtype, rows, width):
     gated = pack_gated_linear(concat_rows([gate[0], up[0]]), dtype)
     whole = gated(x)
     assert (whole.dtype, whole.shape) == (dtype, (150, rows))
-    inputs = rounded(x) if kind == "w8a8" and form != "torch" else x.double()
+    inputs = rounded(x, INT8_GROUPS[kind]) if kind in INT8_GROUPS and form != "torch" else x.double()
     gates, ups = inputs @ gate[1].T, inputs @ up[1].T
     expected = gates / (1 + (-gates).exp()) * ups
     if kind in ("fp32", "bf16") and form != "torch":
@@ -106,7 +112,7 @@ def test_gated_products(form, kind, dtype, rows, width):
         error = (whole.double() - expected).abs()
         assert (error <= sums + ROUNDING[dtype] * expected.abs()).all()
     # gate and up are rounded, too
-    tolerance = 4 * ROUNDING[dtype] * (4 if form == "torch" else 1) + 2e-3 * (kind == "w8a8")
+    tolerance = 4 * ROUNDING[dtype] * (4 if form == "torch" else 1) + 2e-3 * (kind in INT8_GROUPS)
     assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
     assert (whole[3] == 0).all()
     for count in (*range(1, 15), 17, 32, 97, 144, 145):
@@ -160,7 +166,7 @@ def test_many_rows_are_each_as_if_there_were_few(form, kind, dtype):
     finally:
         torch.set_num_threads(threads)
     expected = x.double() @ exact.T
-    tolerance = 2e-2 if kind == "w8a8" else ROUNDING[dtype]
+    tolerance = 2e-2 if kind in INT8_GROUPS else ROUNDING[dtype]
     assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -170,13 +176,13 @@ def test_a_head_gives_the_embedding_back(form, kind, dtype):
     ids = torch.tensor([70, 0, 33, 0, 15, 16, 64])
     rows = pack_tied_linear(weight, dtype).rows(ids)
     assert rows.dtype is torch.float32
-    in_bf16 = form == "torch" and kind in ("int8", "int4", "w8a8") and dtype is torch.bfloat16
+    in_bf16 = form == "torch" and kind in QUANTIZED and dtype is torch.bfloat16
     assert (rows.double() - exact[ids]).abs().max() <= (1e-2 if in_bf16 else 1e-6) * exact.abs().max()
-    if not isinstance(weight, torch.Tensor) and not in_bf16:
+    if not isinstance(weight, torch.Tensor) and kind != "w8a8" and not in_bf16:  # whose tables are another kind
         assert torch.equal(rows, pack_rows(weight)(ids))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", *QUANTIZED])
 def test_joined_weights_give_what_each_gives(kind):
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     parts = [make(kind, rows, 64)[0] for rows in (5, 40, 3)]

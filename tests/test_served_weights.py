@@ -17,7 +17,7 @@ from kvloom.models.smoothing import MOST_TOKENS, TEXT, smoothing
 from kvloom.models.spec import tensor_shapes
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
-from kvloom.ops.linear_int8 import Int8Weight
+from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.tokenizer import Tokenizer
 from tiny_models import make_tiny, to_gguf
@@ -60,13 +60,16 @@ def test_int4_takes_only_what_is_in_groups_of_4_bits(tmp_path):
 
 
 def reference_peaks(folder, ids: list[int]) -> dict[str, torch.Tensor]:
-    """Largest size of each norm's outputs in transformers, by our name of the norm."""
+    """Largest sizes of products' inputs in transformers, by our name of the norm or the product that makes them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     peaks = {}
     for name, module in model.named_modules():
         if name.endswith("layernorm"):
             note = name.removeprefix("model.") + ".weight"
             module.register_forward_hook(lambda _, __, out, note=note: peaks.update({note: out[0].abs().amax(0)}))
+        if name.endswith("down_proj"):
+            note = name.removeprefix("model.").replace("down", "up") + ".weight"
+            module.register_forward_pre_hook(lambda _, x, note=note: peaks.update({note: x[0][0].abs().amax(0)}))
     with torch.inference_mode():
         model(torch.tensor([ids]))
     return peaks
@@ -80,27 +83,39 @@ def test_smoothing_evens_out_what_transformers_sees(tmp_path):
     peaks = reference_peaks(folder, ids)
     assert set(factors) == set(peaks)
     served = ServedWeights(files, "w8a8", torch.float32, factors)
+
+    def plain(name: str) -> torch.Tensor:
+        return files.tensor(name, torch.float32)
+
+    def check_rounded(name: str, exact: torch.Tensor) -> None:
+        weight = served.pop(name)
+        assert isinstance(weight, Int8Weight) and weight.groups.group == WIDE_GROUP
+        groups = torch.nn.functional.pad(exact, (0, -exact.shape[1] % WIDE_GROUP)).view(len(exact), -1, WIDE_GROUP)
+        step = groups.abs().amax(-1).repeat_interleave(WIDE_GROUP, 1)[:, : exact.shape[1]] / 127
+        # scales are fp16: 127 steps are off by 2^-11 of themselves at most
+        assert ((weight.groups.dequantize() - exact).abs() <= 0.6 * step).all(), name
+
     for i in range(files.spec.n_layers):
-        groups = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),)
-        groups += (("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),)
-        for norm, products in groups:
-            name = f"layers.{i}.{norm}.weight"
-            plain = [files.tensor(f"layers.{i}.{product}.weight", torch.float32) for product in products]
-            ours = [served.pop(f"layers.{i}.{product}.weight") for product in products]
-            largest = torch.cat(plain).abs().amax(0)
-            factor = (peaks[name] / largest).sqrt()
-            assert torch.allclose(factors[name], factor, rtol=1e-3)
-            # the norm gives up what the weights take on
-            assert torch.allclose(served.pop(name) * factor, files.tensor(name, torch.float32), rtol=1e-3)
-            for weight, before in zip(ours, plain, strict=True):
-                assert isinstance(weight, Int8Weight)
-                smoothed = before * factor
-                step = smoothed.view(len(smoothed), -1, GROUP).abs().amax(-1).repeat_interleave(GROUP, 1) / 127
-                # scales are fp16: 127 steps are off by 2^-11 of themselves at most
-                assert ((weight.groups.dequantize() - smoothed).abs() <= 0.6 * step).all()
-        down = f"layers.{i}.mlp.down_proj.weight"
-        plain = GroupedWeight.quantize(files.tensor(down, torch.float32))
-        assert torch.equal(served.pop(down).groups.values, plain.values)
+        layer = f"layers.{i}"
+        up, down = f"{layer}.mlp.up_proj.weight", f"{layer}.mlp.down_proj.weight"
+        factor = (peaks[up] / plain(down).abs().amax(0)).sqrt()
+        assert torch.allclose(factors[up], factor, rtol=1e-3)
+        check_rounded(down, plain(down) * factor)
+        makers = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),)
+        makers += (("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),)
+        for norm, products in makers:
+            norm, names = f"{layer}.{norm}.weight", [f"{layer}.{product}.weight" for product in products]
+            largest = torch.cat([plain(name) for name in names]).abs().amax(0)
+            given_up = (peaks[norm] / largest).sqrt()
+            assert torch.allclose(factors[norm], given_up, rtol=1e-3)
+            # the norm gives up what the weights take on, and up what down does
+            assert torch.allclose(served.pop(norm) * given_up, plain(norm), rtol=1e-3)
+            for name in names:
+                check_rounded(name, plain(name) * given_up / (factor[:, None] if name == up else 1))
+        check_rounded(f"{layer}.self_attn.o_proj.weight", plain(f"{layer}.self_attn.o_proj.weight"))
+    head = served.pop("embed_tokens.weight")
+    assert isinstance(head, Int8Weight) and head.groups.group == GROUP
+    assert torch.equal(head.groups.values, GroupedWeight.quantize(plain("embed_tokens.weight")).values)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -5,7 +5,8 @@ import torch
 from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
 from kvloom.ops.linear_float import kernels_bytes, packed_bytes
-from kvloom.ops.linear_groups import grouped_bytes, unpacked_bytes
+from kvloom.ops.linear_groups import GROUP, grouped_bytes, unpacked_bytes
+from kvloom.ops.linear_int8 import WIDE_GROUP
 from kvloom.ops.native import is_buildable
 
 SAMPLER_LOGITS = 3
@@ -36,11 +37,13 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     def plain(shape: tuple[int, int]) -> int:
         return packed_bytes(*shape, dtype)
 
-    def grouped(shape: tuple[int, int], bits: int) -> int:
-        return grouped_bytes(*shape, bits) if native else plain(shape)
+    def grouped(shape: tuple[int, int], bits: int, group: int = GROUP) -> int:
+        return grouped_bytes(*shape, bits, group=group) if native else plain(shape)
 
     def product(shape: tuple[int, int]) -> int:
-        return grouped(shape, 4 if weights == "int4" else 8) if quantized else plain(shape)
+        if not quantized:
+            return plain(shape)
+        return grouped(shape, 4 if weights == "int4" else 8, WIDE_GROUP if weights == "w8a8" else GROUP)
 
     quantized = weights not in _PLAIN
     table = spec.vocab_size, spec.hidden_size
@@ -117,7 +120,7 @@ def step_bytes(
 def _mlp_numbers(spec: ModelSpec, weights: str) -> int:
     """Numbers of a token between its MLP's two products: gate and up, where they are stored, and what they become; in
     torch also the activated gate."""
-    native = 1 if weights in _PLAIN else 3
+    native = 1 if weights in (*_PLAIN, "w8a8") else 3
     return (native if is_buildable() else 4) * spec.intermediate_size
 
 

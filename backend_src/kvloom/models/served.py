@@ -10,8 +10,8 @@ from kvloom.models.smoothing import TEXT, smoothing
 from kvloom.models.spec import tensor_shapes
 from kvloom.models.weights import ModelFiles
 from kvloom.ops.linear import Weight
-from kvloom.ops.linear_groups import GroupedWeight
-from kvloom.ops.linear_int8 import Int8Weight
+from kvloom.ops.linear_groups import GROUP, GroupedWeight
+from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import library
 from kvloom.tokenizer import Tokenizer
 
@@ -30,15 +30,15 @@ class ServedWeights:
     """Reads and converts each weight when it is taken, so that only packed ones stay.
 
     ``fp32`` and ``bf16`` are plain. ``int4`` is what a GGUF file holds in groups of 4 bits, as it is; ``int8`` is
-    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is groups of 8 bits for activations that are
-    rounded to INT8 in such groups, too; the products whose inputs a norm makes are smoothed by ``smoothing``. Embedding
-    and head are in groups of 8 bits, not smoothed, wherever the layers are quantized.
+    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is wider groups of 8 bits, rounded here, for
+    activations that are rounded to INT8 in such groups, too; what is rounded is smoothed by ``smoothing``. Embedding
+    and head are in groups of 8 bits, of the usual width and not smoothed, wherever the layers are quantized.
 
     Args:
         files: the model.
         weights: fp32, bf16, int8, int4 or w8a8.
         dtype: of the activations and of plain weights.
-        smoothing: for w8a8: name of a norm to what its output is divided by, fp32 [hidden].
+        smoothing: for w8a8: see ``smoothing``.
         device: where they are multiplied.
 
     Raises:
@@ -73,23 +73,24 @@ class ServedWeights:
         if self._weights not in QUANTIZED or len(tensor_shapes(self._files.spec)[name]) == 1:
             return self._plain(name).to(self._dtype)
         if self._weights == "w8a8":
-            return Int8Weight(self._grouped(name, 8))
+            return Int8Weight(self._grouped(name, 8, GROUP if name in TABLES else WIDE_GROUP))
         return self._grouped(name, 4 if self._weights == "int4" and name not in TABLES else 8)
 
     def _plain(self, name: str) -> torch.Tensor:
         """fp32, smoothed."""
         tensor = self._files.tensor(name, torch.float32)
         if name in self._smoothing:
-            return tensor / self._smoothing[name]
-        norm = norm_before(name)
-        return tensor * self._smoothing[norm] if norm in self._smoothing else tensor
+            factors = self._smoothing[name]
+            tensor = tensor / (factors if tensor.ndim == 1 else factors[:, None])
+        maker = input_maker(name)
+        return tensor * self._smoothing[maker] if maker in self._smoothing else tensor
 
-    def _grouped(self, name: str, bits: int) -> GroupedWeight:
+    def _grouped(self, name: str, bits: int, group: int = GROUP) -> GroupedWeight:
         stored = self._files.groups(name)
-        if stored is not None and stored.bits == bits and norm_before(name) not in self._smoothing:
+        if stored is not None and (stored.bits, stored.group) == (bits, group):
             return stored
         assert bits == 8, "the files were checked"
-        return GroupedWeight.quantize(self._plain(name))
+        return GroupedWeight.quantize(self._plain(name), group)
 
     def _check_int4(self) -> None:
         for name, shape in tensor_shapes(self._files.spec).items():
@@ -126,15 +127,19 @@ def served_weights(
     return ServedWeights(files, weights, dtype, factors)
 
 
-def norm_before(name: str) -> str:
-    """The norm that makes a product's input; a name that is no norm's where none does."""
-    for product, norm in (
+def input_maker(name: str) -> str:
+    """The norm or the product whose channels are a product's inputs, one by one; an empty name where none's are.
+
+    An MLP's second product takes silu(gate) * up: up's channels.
+    """
+    for product, maker in (
         ("self_attn.q_proj", "input_layernorm"),
         ("self_attn.k_proj", "input_layernorm"),
         ("self_attn.v_proj", "input_layernorm"),
         ("mlp.gate_proj", "post_attention_layernorm"),
         ("mlp.up_proj", "post_attention_layernorm"),
+        ("mlp.down_proj", "mlp.up_proj"),
     ):
         if product in name:
-            return name.replace(product, norm)
+            return name.replace(product, maker)
     return ""

@@ -1,7 +1,8 @@
-"""SmoothQuant (Xiao et al., 2022): a norm's outliers moved into the weights behind it, before both become INT8.
+"""SmoothQuant (Xiao et al., 2022): outliers of activations moved into the weights behind, before both become INT8.
 
 A channel of a norm's output is divided by s = peak(x)^a / peak(W)^(1 - a), and the weights that take it are multiplied
-by s: the same function, with channels whose peaks are alike. Peaks of activations are those of a text, below.
+by s: the same function, with channels whose peaks are alike. A channel of silu(gate) * up is divided where up's product
+makes it. Peaks of activations are those of a text, below.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ Q: Is it right that sound can't travel through a vacuum? A: Yes. Sound is a wave
 def smoothing(
     spec: ModelSpec, read: Callable[[str], torch.Tensor], token_ids: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """What each norm before quantized products is to be divided by.
+    """What makes the inputs of quantized products, and is to be divided.
 
     Args:
         spec: the model's shape.
@@ -49,7 +50,8 @@ def smoothing(
         token_ids: the text; at most ``MOST_TOKENS`` of it are computed.
 
     Returns:
-        Name of a norm to fp32 [hidden].
+        Name of a norm to what its weight is divided by, fp32 [hidden]; of an MLP's up product to what its weight's rows
+        are, fp32 [intermediate].
     """
     factors = {}
     count = min(len(token_ids), MOST_TOKENS, spec.context_length)
@@ -88,5 +90,7 @@ def smoothing(
         gate, up = (read(f"{layer}.mlp.{part}_proj.weight") for part in ("gate", "up"))
         factors[name] = factor(hidden, gate, up)
         activated = torch.nn.functional.silu(hidden @ gate.T) * (hidden @ up.T)
-        x = x + activated @ read(f"{layer}.mlp.down_proj.weight").T
+        down = read(f"{layer}.mlp.down_proj.weight")
+        factors[f"{layer}.mlp.up_proj.weight"] = factor(activated, down)
+        x = x + activated @ down.T
     return factors

@@ -10,7 +10,7 @@ from kvloom.ops.activation import silu_mul
 from kvloom.ops.gpu import runs_triton
 from kvloom.ops.linear_float import CudaLinear, NativeGatedLinear, NativeLinear, OneDnnLinear
 from kvloom.ops.linear_groups import GroupedWeight, NativeGroupedLinear
-from kvloom.ops.linear_int8 import Int8Weight, NativeInt8Linear
+from kvloom.ops.linear_int8 import Int8Weight, NativeInt8GatedLinear, NativeInt8Linear
 from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
@@ -63,8 +63,8 @@ def pack_gated_linear(
 ) -> GatedLinear:
     """Pack a gate's weight and that of what it gates, [2 * out_features, in_features], the gate's rows first.
 
-    Where plain weights are multiplied in C++, gate and up are activated inside of the product, in fp32. Else they are
-    stored, in x's dtype, and activated then.
+    In C++ plain weights and those for INT8 activations are activated inside of the product, in fp32. Else gate and up
+    are stored, in x's dtype, and activated then.
 
     Args:
         weight: the weight.
@@ -73,6 +73,8 @@ def pack_gated_linear(
     """
     if isinstance(weight, torch.Tensor) and library(weight) is not None:
         return NativeGatedLinear(weight, allocate)
+    if isinstance(weight, Int8Weight) and library() is not None:
+        return NativeInt8GatedLinear(weight, allocate)
     return partial(_activated, pack_linear(weight, dtype, allocate))
 
 

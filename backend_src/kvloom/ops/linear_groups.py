@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits in groups of 32 inputs: exact integers, scaled group by group."""
+"""Weights of 4 or 8 bits in groups of inputs, and products with them: exact integers, scaled group by group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [out_features, in_features] = values * scale (+ minimum), both of a row's group of ``GROUP`` inputs.
+    """A weight [out_features, in_features] = values * scale (+ minimum), both of a row's group of inputs.
 
     Attributes:
         bits: 4: values 0 to 15 and minima; 8: values -128 to 127.
-        values: uint8 (4 bits) or int8 [out_features, in_features up to a multiple of GROUP], zeros as padding.
+        values: uint8 (4 bits) or int8 [out_features, in_features up to a multiple of a group], zeros as padding.
         scales: fp16 [out_features, groups].
         minima: fp16 [out_features, groups]; None with 8 bits.
         in_features: width without the padding.
@@ -32,10 +32,10 @@ class GroupedWeight:
     in_features: int
 
     @classmethod
-    def quantize(cls, weight: torch.Tensor) -> "GroupedWeight":
-        """Round a weight (fp32) to 8 bits, as GGUF's Q8_0 does: the largest of a group becomes 127."""
+    def quantize(cls, weight: torch.Tensor, group: int = GROUP) -> "GroupedWeight":
+        """Round a weight (fp32) to 8 bits, as GGUF's Q8_0 does: the largest of ``group`` inputs becomes 127."""
         rows, width = weight.shape
-        groups = torch.nn.functional.pad(weight, (0, -width % GROUP)).view(rows, -1, GROUP)
+        groups = torch.nn.functional.pad(weight, (0, -width % group)).view(rows, -1, group)
         scales = groups.abs().amax(-1) / 127
         inverse = torch.where(scales > 0, 1 / scales, 0.0)
         values = (groups * inverse[..., None]).round().to(torch.int8)
@@ -59,9 +59,14 @@ class GroupedWeight:
         """(out_features, in_features)."""
         return self.values.shape[0], self.in_features
 
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale: ``GROUP`` but where INT8 activations have other ones."""
+        return self.values.shape[1] // self.scales.shape[1]
+
     def dequantize(self) -> torch.Tensor:
         """The weight in fp32, exact but for the last rounding."""
-        groups = self.values.view(*self.scales.shape, GROUP).float() * self.scales.float()[..., None]
+        groups = self.values.view(*self.scales.shape, self.group).float() * self.scales.float()[..., None]
         if self.minima is not None:
             groups = groups + self.minima.float()[..., None]
         return groups.view(self.values.shape)[:, : self.in_features].contiguous()
@@ -82,7 +87,7 @@ class NativeGroupedLinear:
 
     def __init__(self, weight: GroupedWeight, allocate: Allocate = small_pages):
         lib = library()
-        assert lib is not None
+        assert lib is not None and weight.group == GROUP
         self._lib = lib
         self._bits = weight.bits
         self._out_features, self._width = weight.shape
@@ -140,7 +145,7 @@ def unpacked_bytes(out_features: int, in_features: int) -> int:
     return out_features * -(-in_features // GROUP) * (GROUP + 2)
 
 
-def grouped_bytes(out_features: int, in_features: int, bits: int, panel: int = 32) -> int:
-    """Bytes of a weight in ``NativeGroupedLinear``; ``panel`` outputs lie together, 32 where vectors are widest."""
+def grouped_bytes(out_features: int, in_features: int, bits: int, panel: int = 32, group: int = GROUP) -> int:
+    """Bytes of a weight packed in C++; ``panel`` outputs lie together, 32 where vectors are widest."""
     head = 4 if bits == 4 else 2
-    return -(-out_features // panel) * panel * -(-in_features // GROUP) * (head + GROUP * bits // 8)
+    return -(-out_features // panel) * panel * -(-in_features // group) * (head + group * bits // 8)

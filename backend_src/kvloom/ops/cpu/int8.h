@@ -52,22 +52,21 @@ struct Scale {
     int32_t offset;
 };
 
-// Integers of a group, each in the lowest byte of a lane.
-typedef ints Group[GROUP / LANES];
-
-// The largest of a vector; a group stored in bytes, and its sum. What GCC makes of the portable forms goes through
-// memory.
+// The largest of a vector; N vectors of integers, each in the lowest byte of a lane, stored in bytes, and their sum.
+// What GCC makes of the portable forms goes through memory.
 #if LANES_512
 static inline uint32_t largest_of(words x) { return _mm512_reduce_max_epu32((__m512i)x); }
-static inline int32_t store_bytes(int8_t* p, const Group& x) {
-    const __m128i low = _mm512_cvtepi32_epi8((__m512i)x[0]), high = _mm512_cvtepi32_epi8((__m512i)x[1]);
-    _mm_storeu_si128((__m128i*)p, low);
-    _mm_storeu_si128((__m128i*)p + 1, high);
-    // as unsigned numbers, 128 more each, eight are added up at once
-    const __m128i flip = _mm_set1_epi8(-128), zero = _mm_setzero_si128();
-    const __m128i sums = _mm_add_epi32(_mm_sad_epu8(_mm_xor_si128(low, flip), zero),
-                                       _mm_sad_epu8(_mm_xor_si128(high, flip), zero));
-    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 128 * GROUP;
+template <size_t N>
+static inline int32_t store_bytes(int8_t* p, const ints (&x)[N]) {
+    __m128i sums = _mm_setzero_si128();
+    for (size_t i = 0; i < N; i++) {
+        const __m128i narrowed = _mm512_cvtepi32_epi8((__m512i)x[i]);
+        _mm_storeu_si128((__m128i*)p + i, narrowed);
+        // as unsigned numbers, 128 more each, eight are added up at once
+        const __m128i raised = _mm_xor_si128(narrowed, _mm_set1_epi8(-128));
+        sums = _mm_add_epi32(sums, _mm_sad_epu8(raised, _mm_setzero_si128()));
+    }
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 128 * LANES * (int32_t)N;
 }
 #else
 static inline uint32_t largest_of(words x) {
@@ -75,7 +74,8 @@ static inline uint32_t largest_of(words x) {
     for (int l = 0; l < LANES; l++) most = std::max<uint32_t>(most, x[l]);
     return most;
 }
-static inline int32_t store_bytes(int8_t* p, const Group& x) {
+template <size_t N>
+static inline int32_t store_bytes(int8_t* p, const ints (&x)[N]) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
     int32_t sum = 0;
     for (const ints& part : x) {
@@ -88,12 +88,12 @@ static inline int32_t store_bytes(int8_t* p, const Group& x) {
 }
 #endif
 
-// Rounds a group to nearest, ties to even: the largest number becomes 127.
-template <typename T>
+// Rounds a group of G to nearest, ties to even: the largest number becomes 127.
+template <int64_t G, typename T>
 static inline Scale quantize(const T* x, int8_t* out) {
-    floats v[GROUP / LANES];
+    floats v[G / LANES];
     words most = {};
-    for (int i = 0; i < GROUP / LANES; i++) {
+    for (int i = 0; i < G / LANES; i++) {
         v[i] = load_row(x + i * LANES);
         const words size = (words)v[i] & 0x7fffffff;  // the bits of a size grow with it, and NaN's are beyond all
         most = size > most ? size : most;
@@ -102,19 +102,20 @@ static inline Scale quantize(const T* x, int8_t* out) {
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    Group rounded;  // adding 1.5 * 2^23 to numbers up to 2^22 leaves no fraction
-    for (int i = 0; i < GROUP / LANES; i++) rounded[i] = (ints)(v[i] * inverse + 12582912.0f);
+    ints rounded[G / LANES];  // adding 1.5 * 2^23 to numbers up to 2^22 leaves no fraction
+    for (int i = 0; i < G / LANES; i++) rounded[i] = (ints)(v[i] * inverse + 12582912.0f);
     const int32_t sum = store_bytes(out, rounded);
     return {largest / 127.0f, -OFFSET * sum};
 }
 
-// Rows in INT8: of each tile, group and row GROUP integers and a scale, with which the largest becomes 127.
+// Rows in INT8: of each tile, group and row G integers and a scale, with which the largest becomes 127.
+template <int64_t G>
 class Int8Rows {
    public:
     Int8Rows(const Tiles& tiles, int64_t groups)
         : tiles(tiles),
           groups(groups),
-          integers(new int8_t[tiles.rows * groups * GROUP]),
+          integers(new int8_t[tiles.rows * groups * G]),
           factors(new Scale[tiles.rows * groups]) {}
 
     // Rounds a row [width], of which the last group may have fewer.
@@ -122,16 +123,16 @@ class Int8Rows {
     void fill(int64_t row, const T* x, int64_t width) {
         const int64_t tile = tiles.of(row), first = tiles.first(tile), size = tiles.size(tile);
         int64_t place = first * groups + row - first, g = 0;
-        for (; g < width / GROUP; g++, place += size)
-            factors[place] = quantize(x + g * GROUP, &integers[place * GROUP]);
+        for (; g < width / G; g++, place += size)
+            factors[place] = quantize<G>(x + g * G, &integers[place * G]);
         if (g == groups) return;
-        T last[GROUP] = {};
-        std::copy(x + g * GROUP, x + width, last);
-        factors[place] = quantize(last, &integers[place * GROUP]);
+        T last[G] = {};
+        std::copy(x + g * G, x + width, last);
+        factors[place] = quantize<G>(last, &integers[place * G]);
     }
 
     // Those of a tile, by its first row.
-    const int8_t* values(int64_t first) const { return &integers[first * groups * GROUP]; }
+    const int8_t* values(int64_t first) const { return &integers[first * groups * G]; }
     const Scale* scales(int64_t first) const { return &factors[first * groups]; }
 
    private:

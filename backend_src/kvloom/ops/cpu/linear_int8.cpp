@@ -1,35 +1,43 @@
-// Products of INT8 rows with INT8 weights, both in groups of GROUP inputs with a scale each (as llama.cpp's Q8_0):
+// Products of INT8 rows with INT8 weights, both in groups of G inputs with a scale each (of 32 as llama.cpp's Q8_0):
 // y = sum over groups of s_x s_w (q_x q_w).
+//
+// A group's scales cost two of the instructions that multiply, its integers G / 4 of them.
+#include "activation.h"
 #include "int8.h"
 #include "replay.h"
 
 namespace {
 
-// A panel: values [2 halves, groups, GROUP / QUAD, LANES, QUAD], offset by OFFSET, then fp16 scales [2, groups, LANES].
-constexpr int64_t VALUES = GROUP * LANES;
-int64_t panel_bytes(int64_t groups) { return groups * PANEL * (GROUP + 2); }
-int64_t value_at(int64_t lane, int64_t g, int64_t k, int64_t groups) {
-    return (lane / LANES * groups + g) * VALUES + (k / QUAD * LANES + lane % LANES) * QUAD + k % QUAD;
-}
-int64_t scales_at(int64_t half, int64_t g, int64_t groups) {
-    return 2 * groups * VALUES + (half * groups + g) * LANES * 2;
-}
+// A panel: values [2 halves, groups, G / QUAD, LANES, QUAD], offset by OFFSET, then fp16 scales [2, groups, LANES].
+template <int64_t G>
+struct Panel {
+    static constexpr int64_t VALUES = G * LANES;
 
-// R rows times a half of a panel.
-template <int R, typename O>
-void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uint8_t* heads, int64_t groups,
-          Ahead& ahead, O* out, int64_t outputs, int64_t width) {
+    int64_t groups;
+
+    int64_t bytes() const { return groups * PANEL * (G + 2); }
+    int64_t values_at(int64_t half, int64_t g) const { return (half * groups + g) * VALUES; }
+    int64_t value_at(int64_t lane, int64_t g, int64_t k) const {
+        return values_at(lane / LANES, g) + (k / QUAD * LANES + lane % LANES) * QUAD + k % QUAD;
+    }
+    int64_t scales_at(int64_t half, int64_t g) const { return 2 * groups * VALUES + (half * groups + g) * LANES * 2; }
+};
+
+// R rows times a half of a panel. Not inlined: one for all that take its sums.
+template <int64_t G, int R, typename O>
+__attribute__((noinline)) void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uint8_t* heads,
+                                    int64_t groups, Ahead ahead, O* out, int64_t outputs, int64_t width) {
     floats totals[R] = {};
-    for (int64_t g = 0; g < groups; g++, x += R * GROUP, scales += R) {
+    for (int64_t g = 0; g < groups; g++, x += R * G, scales += R) {
         ahead.fetch();
         ints sums[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) sums[r] = ints{} + scales[r].offset;
 #pragma GCC unroll 8
-        for (int64_t k = 0; k < GROUP; k += QUAD) {
-            const ints weights = load_ints(values + g * VALUES + k * LANES);
+        for (int64_t k = 0; k < G; k += QUAD) {
+            const ints weights = load_ints(values + g * Panel<G>::VALUES + k * LANES);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) step(sums[r], weights, x + r * GROUP + k);
+            for (int r = 0; r < R; r++) step(sums[r], weights, x + r * G + k);
         }
         const floats scale = load_halves(heads + g * LANES * 2);
 #pragma GCC unroll 16
@@ -38,16 +46,44 @@ void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uin
     store_tile(out, outputs, totals, width);
 }
 
+// What becomes of a panel's halves, of which half(number, out, outputs, width) computes one.
+// OUTPUTS: results of a panel; the last one may have fewer.
+struct Plain {
+    static constexpr int64_t OUTPUTS = PANEL;
+
+    template <int R, typename O, typename F>
+    static void store_tiles(F&& half, O* out, int64_t outputs, int64_t width) {
+        half(0, out, outputs, width);
+        half(1, out + LANES, outputs, width - LANES);
+    }
+};
+
+// The halves are gates and what they gate.
+struct Gated {
+    static constexpr int64_t OUTPUTS = LANES;
+
+    template <int R, typename O, typename F>
+    static void store_tiles(F&& half, O* out, int64_t outputs, int64_t width) {
+        float gates[R * LANES], ups[R * LANES];
+        half(0, gates, LANES, LANES);
+        half(1, ups, LANES, LANES);
+        floats gated[R];
+        for (int r = 0; r < R; r++) gated[r] = silu_mul_of<O>(load(gates + r * LANES), load(ups + r * LANES));
+        store_tile(out, outputs, gated, width);
+    }
+};
+
 // The panels, shared out to threads: each has a run of its own, fetches its next panel while it multiplies, and helps
 // others when it is done.
 class Runs {
    public:
-    Runs(int64_t threads, const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t outputs)
+    Runs(int64_t threads, const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t bytes, int64_t panels)
         : threads(threads),
           tiles(tiles),
           groups(groups),
           packed(packed),
-          panels((outputs + PANEL - 1) / PANEL),
+          bytes(bytes),
+          panels(panels),
           passes((tiles.count + TOGETHER - 1) / TOGETHER),
           taken(threads) {}
 
@@ -67,7 +103,7 @@ class Runs {
 
     template <typename F>
     void run(int64_t task, bool has_next, F&& work) const {
-        const int64_t bytes = panel_bytes(groups), pass = task / panels;
+        const int64_t pass = task / panels;
         const int64_t begin = pass * tiles.count / passes, end = (pass + 1) * tiles.count / passes;
         const uint8_t* next = packed + (task + 1) % panels * bytes;
         const int64_t lines = has_next ? (bytes + 63) / 64 : 0, steps = 2 * groups * (end - begin);
@@ -82,28 +118,30 @@ class Runs {
     const Tiles tiles;
     const int64_t groups;
     const uint8_t* packed;
+    const int64_t bytes;  // of a panel
     const int64_t panels;
     const int64_t passes;
     std::vector<Taken> taken;  // of each thread's run
 };
 
-template <typename T, typename O>
+template <int64_t G, typename Form, typename T, typename O>
 void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
-    const int64_t groups = inputs / GROUP, threads = omp_get_max_threads();
+    const int64_t groups = inputs / G, threads = omp_get_max_threads();
+    const Panel<G> at{groups};
     const Tiles tiles(rows);
-    Int8Rows rounded(tiles, groups);
-    Runs runs(threads, tiles, groups, packed, outputs);
+    Int8Rows<G> rounded(tiles, groups);
+    Runs runs(threads, tiles, groups, packed, at.bytes(), (outputs + Form::OUTPUTS - 1) / Form::OUTPUTS);
     const auto round = [&](int64_t row) { rounded.fill(row, x + row * width, width); };
     const auto multiply = [&](int64_t n, int64_t t, Ahead ahead) {
-        const uint8_t* panel = packed + n * panel_bytes(groups);
-        const int64_t first = tiles.first(t);
+        const int64_t first = tiles.first(t), column = n * Form::OUTPUTS;
+        const uint8_t* panel = packed + n * at.bytes();
         with_constant(tiles.size(t), [&](auto size) {
-            for (int half = 0; half < 2; half++) {
-                const int64_t column = n * PANEL + half * LANES;
-                tile<size>(rounded.values(first), rounded.scales(first), panel + half * groups * VALUES,
-                           panel + scales_at(half, 0, groups), groups, ahead, out + first * outputs + column, outputs,
-                           outputs - column);
-            }
+            const auto half = [&](int64_t number, auto* sums, int64_t stride, int64_t left) {
+                tile<G, size>(rounded.values(first), rounded.scales(first), panel + at.values_at(number, 0),
+                              panel + at.scales_at(number, 0), groups, ahead.after(number * groups), sums, stride,
+                              left);
+            };
+            Form::template store_tiles<size>(half, out + first * outputs + column, outputs, outputs - column);
         });
     };
     if (rows == 1) round(0);  // sooner done than shared out
@@ -117,50 +155,89 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
     }
 }
 
-}  // namespace
-
-// values [outputs, inputs] and scales in fp16 [outputs, groups] to `packed`.
-extern "C" void kvloom_int8_pack(const int8_t* values, const uint16_t* scales, int64_t outputs, int64_t inputs,
-                                 uint8_t* packed) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = inputs / GROUP;
-    std::memset(packed, 0, panels * panel_bytes(groups));
+template <int64_t G>
+void pack(const int8_t* values, const uint16_t* scales, int64_t outputs, int64_t inputs, bool gated, uint8_t* packed) {
+    const int64_t groups = inputs / G, panels = (outputs + PANEL - 1) / PANEL, gates = outputs / 2;
+    const Panel<G> at{groups};
+    std::memset(packed, 0, panels * at.bytes());
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < outputs; row++) {
-        uint8_t* panel = packed + row / PANEL * panel_bytes(groups);
-        const int64_t lane = row % PANEL;
+        int64_t n = row / PANEL, lane = row % PANEL;
+        if (gated) {
+            const int64_t half = row >= gates, output = row - half * gates;
+            n = output / LANES, lane = half * LANES + output % LANES;
+        }
+        uint8_t* panel = packed + n * at.bytes();
         for (int64_t g = 0; g < groups; g++) {
-            std::memcpy(panel + scales_at(lane / LANES, g, groups) + 2 * (lane % LANES), scales + row * groups + g, 2);
-            for (int64_t k = 0; k < GROUP; k++)
-                panel[value_at(lane, g, k, groups)] = values[row * inputs + g * GROUP + k] + OFFSET;
+            std::memcpy(panel + at.scales_at(lane / LANES, g) + 2 * (lane % LANES), scales + row * groups + g, 2);
+            for (int64_t k = 0; k < G; k++)
+                panel[at.value_at(lane, g, k)] = values[row * inputs + g * G + k] + OFFSET;
         }
     }
 }
 
-// x [rows, width] to out [rows, outputs]; inputs is the width up to a multiple of a group.
-extern "C" void kvloom_int8(const void* x, int is_bf16, int64_t rows, int64_t width, int64_t inputs,
-                            const uint8_t* packed, int64_t outputs, void* out, int out_bf16) {
-    if (!is_bf16)
-        product((const float*)x, rows, width, inputs, packed, outputs, (float*)out);
-    else if (out_bf16)
-        product((const bf16*)x, rows, width, inputs, packed, outputs, (bf16*)out);
-    else
-        product((const bf16*)x, rows, width, inputs, packed, outputs, (float*)out);
-}
-REPLAYED(kvloom_int8)
-
-// Rows `ids` of the weight, to out fp32 [count, width].
-extern "C" void kvloom_int8_rows(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t inputs,
-                                 int64_t width, float* out) {
-    const int64_t groups = inputs / GROUP;
+template <int64_t G>
+void rows_of(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t inputs, int64_t width, float* out) {
+    const Panel<G> at{inputs / G};
 #pragma omp parallel for schedule(static) if (count > 8)
     for (int64_t i = 0; i < count; i++) {
-        const uint8_t* panel = packed + ids[i] / PANEL * panel_bytes(groups);
+        const uint8_t* panel = packed + ids[i] / PANEL * at.bytes();
         const int64_t lane = ids[i] % PANEL;
         for (int64_t k = 0; k < width; k++) {
-            const floats scale = load_halves(panel + scales_at(lane / LANES, k / GROUP, groups));
-            const int8_t value = panel[value_at(lane, k / GROUP, k % GROUP, groups)] - OFFSET;
+            const floats scale = load_halves(panel + at.scales_at(lane / LANES, k / G));
+            const int8_t value = panel[at.value_at(lane, k / G, k % G)] - OFFSET;
             out[i * width + k] = value * scale[lane % LANES];
         }
     }
+}
+
+// Calls work(constant) with the size of a group.
+template <typename F>
+void with_group(int64_t group, F&& work) {
+    if (group == 64)
+        work(std::integral_constant<int64_t, 64>());
+    else
+        work(std::integral_constant<int64_t, 32>());
+}
+
+}  // namespace
+
+// values [outputs, inputs] and scales in fp16 [outputs, inputs / group] to `packed`; group is 32 or 64. Of a gated
+// weight the first half of the outputs are gates, and a panel is LANES of them beside the LANES that they gate.
+extern "C" void kvloom_int8_pack(int64_t group, const int8_t* values, const uint16_t* scales, int64_t outputs,
+                                 int64_t inputs, int gated, uint8_t* packed) {
+    with_group(group, [&](auto size) { pack<size>(values, scales, outputs, inputs, gated, packed); });
+}
+
+// x [rows, width] to out [rows, outputs]; inputs is the width up to a multiple of a group.
+extern "C" void kvloom_int8(int64_t group, const void* x, int is_bf16, int64_t rows, int64_t width, int64_t inputs,
+                            const uint8_t* packed, int64_t outputs, void* out, int out_bf16) {
+    with_group(group, [&](auto size) {
+        if (!is_bf16)
+            product<size, Plain>((const float*)x, rows, width, inputs, packed, outputs, (float*)out);
+        else if (out_bf16)
+            product<size, Plain>((const bf16*)x, rows, width, inputs, packed, outputs, (bf16*)out);
+        else
+            product<size, Plain>((const bf16*)x, rows, width, inputs, packed, outputs, (float*)out);
+    });
+}
+REPLAYED(kvloom_int8)
+
+// The same with a gated weight, to out [rows, outputs] of x's type, outputs being half of the weight's.
+extern "C" void kvloom_int8_gated(int64_t group, const void* x, int is_bf16, int64_t rows, int64_t width,
+                                  int64_t inputs, const uint8_t* packed, int64_t outputs, void* out) {
+    with_group(group, [&](auto size) {
+        if (is_bf16)
+            product<size, Gated>((const bf16*)x, rows, width, inputs, packed, outputs, (bf16*)out);
+        else
+            product<size, Gated>((const float*)x, rows, width, inputs, packed, outputs, (float*)out);
+    });
+}
+REPLAYED(kvloom_int8_gated)
+
+// Rows `ids` of a weight that is not gated, to out fp32 [count, width].
+extern "C" void kvloom_int8_rows(int64_t group, const uint8_t* packed, const int64_t* ids, int64_t count,
+                                 int64_t inputs, int64_t width, float* out) {
+    with_group(group, [&](auto size) { rows_of<size>(packed, ids, count, inputs, width, out); });
 }
 REPLAYED(kvloom_int8_rows)

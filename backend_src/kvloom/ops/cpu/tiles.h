@@ -85,6 +85,9 @@ struct Ahead {
         for (int64_t i = 0; i < lines; i++) _mm_prefetch((const char*)place + i * 64, _MM_HINT_T1);
         place += lines * 64;
     }
+
+    // What is left after so many steps.
+    Ahead after(int64_t steps) const { return {place + steps * lines * 64, lines}; }
 };
 
 }  // namespace
