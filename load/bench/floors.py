@@ -36,9 +36,9 @@ PRECISIONS = {
     "bf16": Precision(16, 16, "bf16"),
     # OpenVINO's, which keeps keys and values in 8 bits then
     "int8": Precision(8, 8, "int8", kv_bytes=1),
-    # groups of 32 with a scale in 16 bits
+    # groups of 32 with a scale in 16 bits; the layers of w8a8 have groups of 64
     "int8_groups": Precision(8.5, 8.5, "int8"),
-    "w8a8": Precision(8.5, 8.5, "int8"),
+    "w8a8": Precision(8.25, 8.5, "int8"),
     # for 32 weights Q4_1 has a scale and an offset, Q4_0 and Q8_0 a scale, in 16 bits; Q6_K is the head of Q4_0 files
     "q4_1": Precision(5, 8.5, "int8"),
     "q4_0": Precision(4.5, 6.5625, "int8"),
