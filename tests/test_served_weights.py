@@ -13,7 +13,7 @@ from kvloom.models import gpu_footprint
 from kvloom.models.decoder import Decoder
 from kvloom.models.footprint import weights_bytes
 from kvloom.models.served import ServedWeights, served_weights
-from kvloom.models.smoothing import MOST_TOKENS, TEXT, smoothing
+from kvloom.models.smoothing import MOST_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
 from kvloom.models.spec import tensor_shapes
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
@@ -98,7 +98,7 @@ def test_smoothing_evens_out_what_transformers_sees(tmp_path):
     for i in range(files.spec.n_layers):
         layer = f"layers.{i}"
         up, down = f"{layer}.mlp.up_proj.weight", f"{layer}.mlp.down_proj.weight"
-        factor = (peaks[up] / plain(down).abs().amax(0)).sqrt()
+        factor = peaks[up] ** UP_ALPHA / plain(down).abs().amax(0) ** (1 - UP_ALPHA)
         assert torch.allclose(factors[up], factor, rtol=1e-3)
         check_rounded(down, plain(down) * factor)
         makers = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),)
@@ -106,7 +106,7 @@ def test_smoothing_evens_out_what_transformers_sees(tmp_path):
         for norm, products in makers:
             norm, names = f"{layer}.{norm}.weight", [f"{layer}.{product}.weight" for product in products]
             largest = torch.cat([plain(name) for name in names]).abs().amax(0)
-            given_up = (peaks[norm] / largest).sqrt()
+            given_up = peaks[norm] ** NORM_ALPHA / largest ** (1 - NORM_ALPHA)
             assert torch.allclose(factors[norm], given_up, rtol=1e-3)
             # the norm gives up what the weights take on, and up what down does
             assert torch.allclose(served.pop(norm) * given_up, plain(norm), rtol=1e-3)
