@@ -48,7 +48,7 @@ def read_control(inputs: Inputs) -> Control:
     Raises:
         InvalidArgument: naming the key and what it takes.
     """
-    control = validate(Control, json_object("control", one(inputs, "control")))
+    control = validate(Control, json_object("control", one(inputs, "control")), "control")
     for key in ("admin_token", "timeout_s"):
         if control.op != "drain" and getattr(control, key) is not None:
             raise InvalidArgument(key, f"is for drain only; {control.op} does not take it")
