@@ -48,12 +48,13 @@ class GenerateModel:
                 self._watcher.watch(sender, forward.cancel)
                 continue
             except RequestError as error:
-                refusal: RequestError = error
+                # its text: the error itself would hold this frame, and the request in it, in a cycle
+                refusal = str(error)
             except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s could not be forwarded", request.request_id())
-                refusal = Internal(f"the request could not be forwarded: {error}")
+                refusal = str(Internal(f"the request could not be forwarded: {error}"))
             with logged(log, "a client could not be told of it"):
-                sender.fail(str(refusal))
+                sender.fail(refusal)
 
     def finalize(self) -> None:
         """Stop watching."""
