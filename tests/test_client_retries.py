@@ -17,6 +17,7 @@ from kvloom_client import (
     Client,
     ConnectionFailed,
     Internal,
+    InvalidArgument,
     KvloomClientError,
     RequestFailed,
     Unavailable,
@@ -128,6 +129,37 @@ def test_a_connection_that_breaks_is_not_retried(ask):
             ask(server.url, retries=5)
         assert caught.value.sent
         assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK], ids=["broken", "incomplete"])
+def test_a_cancel_after_the_stream_has_broken_just_ends_it(code):
+    class Breaks(Scripted):
+        def ModelStreamInfer(self, requests, context):
+            self.requests.append(next(requests))
+            context.set_code(code)
+            yield from ()
+
+    async def cancel_late(url: str):
+        async with AsyncClient(url) as client:
+            stream = client.stream(text_input="a")
+            await stream._call.code()
+            stream.cancel()
+            assert [chunk async for chunk in stream] == []
+
+    with Breaks() as server:
+        with Client(server.url) as client:
+            stream = client.stream(text_input="a")
+            stream._call._messages.code()
+            stream.cancel()
+            assert list(stream) == []
+        asyncio.run(cancel_late(server.url))
+
+
+@pytest.mark.parametrize("wrong", [2**63, -(2**63) - 1, "\ud800"])
+def test_a_conversation_whose_id_can_not_be_sent_is_refused_at_once(wrong):
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgument, match="^INVALID_ARG: conversation: id "):
+            client.conversation(wrong).stream(text_input="a")
 
 
 def test_a_cancel_ends_the_wait_for_a_retry():

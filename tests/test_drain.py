@@ -14,7 +14,7 @@ from kvloom.admin import admits, digest, digests
 from kvloom.errors import InvalidArgument, Unavailable
 from kvloom.loop import Loop, Pulse
 from kvloom.request import FinishReason, Request, SamplingParams
-from kvloom.serving.control import Control, act_on_server
+from kvloom.serving.control import Control, act
 from kvloom_client import Client, HttpClient, RequestFailed
 from launched import launched
 from server import Footprint
@@ -161,7 +161,7 @@ def test_tokens_are_admitted_as_they_are_or_as_digests():
 
 def test_without_a_setting_nobody_may():
     with pytest.raises(InvalidArgument, match="admin_token: drain needs one, and .* kvloom serve --set admin_token"):
-        act_on_server(Control(op="drain", admin_token=""), None, "", lambda: None, lambda error: None)
+        act(Control(op="drain", admin_token=""), 1, None, "fp32", "", lambda delta: None)
 
 
 def test_drain_over_grpc(tiny):

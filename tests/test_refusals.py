@@ -12,6 +12,7 @@ import pytest
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import MAX_CHARACTERS, SamplingParams
+from kvloom.serving.control import read_control
 from kvloom.serving.options import KvOptions, read_kv
 from kvloom.serving.sampling import INPUTS, sampling_params, validate
 
@@ -61,6 +62,17 @@ def test_a_refused_cache_option_offers_only_what_there_is(kv, message):
     with pytest.raises(InvalidArgument) as refused:
         read_kv({"kv": np.array([[json.dumps(kv).encode()]], dtype=object)}, "fp32")
     assert str(refused.value) == f"INVALID_ARG: {message}"
+
+
+@pytest.mark.parametrize("value", [json.dumps("\ud800"), 300 * "[" + 300 * "]"], ids=["surrogate", "nested"])
+def test_json_that_can_not_be_checked_is_named_by_its_input(value):
+    for name, read in (
+        ("kv", lambda inputs: read_kv(inputs, "fp32")),
+        ("control", read_control),
+        ("sampling_parameters", lambda inputs: sampling_params(inputs, {}, 100)),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^INVALID_ARG: {name}: Invalid JSON"):
+            read({name: np.array([[f'{{"key": {value}}}'.encode()]], dtype=object)})
 
 
 @pytest.mark.parametrize(

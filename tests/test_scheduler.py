@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -44,6 +45,23 @@ def test_budget_and_running_limits_hold():
         assert len(rig.scheduler.running) <= 5
     assert len(rig.scheduler.running) == 5
     assert len(rig.scheduler.waiting) == 7
+
+
+class Name(str):
+    """A request's id that can be watched."""
+
+
+def test_who_left_is_not_kept_behind_one_that_waits():
+    rig = Rig(max_running=1)
+    for _ in range(2):
+        rig.add(unlike(30))
+    rig.step()
+    names = [Name(number) for number in range(200)]
+    left = [weakref.ref(name) for name in names]
+    while names:
+        rig.remove(rig.add(unlike(4), id=names.pop()))
+    assert sum(name() is not None for name in left) < 100
+    rig.run()
 
 
 def test_a_budget_of_one_serves_one_after_the_other():

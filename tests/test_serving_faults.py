@@ -271,6 +271,14 @@ def test_a_request_for_which_no_thread_begins_is_refused_alone(generate, llm, mo
     assert asked[1].end() == "all"
 
 
+def test_a_refusal_that_does_not_arrive_holds_up_nobody(generate, llm):
+    llm.script = {None: lambda: said("all")}
+    refused, other = Asked(control="no JSON"), Asked(text_input="the")
+    refused.send.side_effect = TritonModelException("broken")
+    generate.execute([refused, other])
+    assert other.end() == "all"
+
+
 def test_a_cancel_is_repeated_after_one_that_was_a_fault(generate, llm, monkeypatch):
     over = threading.Event()
 
@@ -305,3 +313,27 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
     link.end(2)
     wait_until(lambda: sorted(ended) == [1, 2])
     link.stop()
+
+
+@pytest.mark.parametrize("taken_in", ["call", "pause"])
+def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving, llm, monkeypatch, taken_in):
+    link = serving.link.Link(lambda conversation: None)
+    wait = link._stopping.wait
+
+    def pause(seconds: float) -> bool:
+        if taken_in == "pause":
+            link.taken(1)
+        return wait(seconds)
+
+    def ping() -> Iterator[Response]:
+        if taken_in == "call":
+            link.taken(1)
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(link._stopping, "wait", pause)
+    monkeypatch.setattr(serving.link, "RETRY_S", 0.01)
+    llm.script = {"ping": ping}
+    link.end(1)
+    time.sleep(0.3)
+    link.stop()
+    assert llm.ops == ["ping"]

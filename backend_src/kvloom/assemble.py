@@ -1,6 +1,5 @@
 """From settings to an engine that is ready to serve."""
 
-import os
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +61,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     if on_gpu:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.step_threads)
     use_native(cache_folder("ops"))
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec

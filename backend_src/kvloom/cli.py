@@ -316,9 +316,9 @@ def _chosen(model: str | None, assignments: list[str] | None) -> dict[str, str]:
     return parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
 
 
-def _given(**sampling: Any) -> dict[str, Any]:
-    """The sampling keys that were given; the others are the server's to decide."""
-    return {key: value for key, value in sampling.items() if value is not None}
+def _given(**keys: Any) -> dict[str, Any]:
+    """The keys that were given; the others are the server's to decide."""
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _fail(error: Exception) -> NoReturn:

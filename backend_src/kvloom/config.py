@@ -1,5 +1,6 @@
 """The server's settings: one frozen object, read once from the `parameters` of llm's config.pbtxt."""
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -42,7 +43,7 @@ class Settings(BaseModel):
         journal_dir: folder for the tokens and messages of conversations, which survive a restart there; empty: they do
             not. `kvloom serve` sets it.
         prefix_cache: let requests that begin with the same tokens share their blocks.
-        threads: CPU threads of a step; 0 takes every core.
+        threads: CPU threads of a step; 0 takes every core that the process may run on.
         stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.
         admin_token: what the control op ``drain`` asks for, itself or as ``sha256:`` and its digest, several separated
             by commas. Triton shows the settings to every client, so `kvloom serve` hands over digests only.
@@ -103,6 +104,11 @@ class Settings(BaseModel):
         if not re.fullmatch(r"0|\d+(\.\d+)?\s*([KMGT]i?B|B)", value):
             raise ValueError('must be a size like "512MiB", or 0 to turn it off')
         return value
+
+    @property
+    def step_threads(self) -> int:
+        """``threads``, or one for each core that this process may run on; a container may leave it few of them."""
+        return self.threads or len(os.sched_getaffinity(0))
 
     @classmethod
     def names(cls) -> list[str]:

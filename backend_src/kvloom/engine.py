@@ -42,7 +42,6 @@ class Stats:
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_swapped: int = 0
-    host_free: int = 0
     swaps: int = 0
     recomputes: int = 0
     prefix_queried: int = 0
@@ -277,7 +276,6 @@ class Engine:
             blocks_used=self._cache.used,
             blocks_cached=self._cache.cached,
             blocks_swapped=self._host.used,
-            host_free=self._host.free,
             swaps=self._scheduler.swaps,
             recomputes=self._scheduler.recomputes,
             prefix_queried=self._scheduler.prefix_queried,

@@ -170,8 +170,8 @@ class Lifecycle:
         for conversation in self.register.expired(now):
             self._drop(conversation, "expired")
 
-    def refused(self, conversation_id: ConversationId, start: bool, end: bool) -> None:
-        """A request to this id got an error, and nothing else has come of it; these were its flags."""
+    def refused(self, conversation_id: ConversationId, end: bool) -> None:
+        """A request to this id got an error, and nothing else has come of it; ``end`` was its flag."""
         if end:
             self.ended_in_triton(conversation_id)
         elif not self.register.knows(conversation_id):

@@ -10,8 +10,8 @@ from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Decoder
 from kvloom.request import Request, SamplingParams, Sequence, Slice
+from kvloom.residency import Costs
 from kvloom.runner import build_batch
-from kvloom.scheduler import Costs
 
 PREFILL_TOKENS = 128
 """Tokens of the measured prefill: enough to be bound by arithmetic, as a real one is."""

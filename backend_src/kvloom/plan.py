@@ -1,6 +1,5 @@
 """The memory planner: what weights, cache and a step take, and how many sequences fit into what is free."""
 
-import os
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -107,7 +106,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     most_running = min(settings.max_running, settings.max_batch_tokens)
     on_gpu = settings.device.startswith("cuda")
     sizes = gpu_footprint if on_gpu else footprint
-    scratch = 0 if on_gpu else footprint.scratch_bytes(spec, settings.threads or os.cpu_count() or 1)
+    scratch = 0 if on_gpu else footprint.scratch_bytes(spec, settings.step_threads)
     kind = weights_name(settings)
     weights = sizes.weights_bytes(spec, kind, dtype)
     products = sizes.products_bytes(spec, kind, dtype, settings.max_batch_tokens, most_running)

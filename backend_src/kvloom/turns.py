@@ -103,7 +103,7 @@ class Turns:
             conversation = self._accept(turn)
         except Exception as error:
             self._seats.answer_unbegun(turn.sequence, turn.sink, error=as_request_error(error))
-            self.lifecycle.refused(turn.conversation, turn.start, turn.end)
+            self.lifecycle.refused(turn.conversation, turn.end)
             if isinstance(error, RequestError):
                 return
             raise

@@ -7,7 +7,7 @@ from kvloom.request import Sequence
 
 
 class Waiting:
-    """Sequences by rank. Adding and taking cost O(log n), removing O(1): what left is skipped when its turn comes."""
+    """Sequences by rank. Adding and taking cost O(log n), removing O(1) on average: who left is skipped in its turn."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], Sequence]] = []
@@ -44,3 +44,7 @@ class Waiting:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good."""
         self._members.remove(sequence)
+        # whose turn is far off would be kept in memory until then
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapq.heapify(self._heap)

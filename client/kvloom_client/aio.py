@@ -60,6 +60,8 @@ class AsyncStream(AsyncIterator[Chunk]):
                 reply = wire.decode_response(await anext(self._messages))
             except StopAsyncIteration:
                 self._ended = True
+                if self._cancelled.is_set():
+                    break
                 raise IncompleteAnswer(f"{self._url}: the stream ended without a last response") from None
             except RequestFailed as error:
                 await self._drain()
@@ -70,6 +72,8 @@ class AsyncStream(AsyncIterator[Chunk]):
                 failure = wire.transport_error(error, self._url)
                 if await self._try_again(failure):
                     continue
+                if self._cancelled.is_set():
+                    break
                 raise failure from error
             except asyncio.CancelledError:
                 self._ended = True

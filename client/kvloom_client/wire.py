@@ -8,7 +8,14 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from kvloom_client.answer import Reply, chunk_of
-from kvloom_client.errors import AnswerTimeout, ServerError, TransportError, connection_error, request_error
+from kvloom_client.errors import (
+    AnswerTimeout,
+    InvalidArgument,
+    ServerError,
+    TransportError,
+    connection_error,
+    request_error,
+)
 from kvloom_client.request import Place, Request, Value
 
 CHANNEL_OPTIONS = (
@@ -25,16 +32,23 @@ _FORMATS = {"INT32": "i", "UINT32": "I", "FP32": "f"}
 
 
 def encode_request(request: Request) -> service_pb2.ModelInferRequest:
-    """One request for one answer."""
+    """One request for one answer.
+
+    Raises:
+        InvalidArgument: the id of its conversation can't be sent.
+    """
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.id)
     # without it Triton drops a last response that carries no output, and with it the mark of the end
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if request.model == "llm":
         place = request.place or Place(uuid.uuid4().hex, start=True, end=True)
-        if isinstance(place.conversation, int):
-            message.parameters["sequence_id"].int64_param = place.conversation
-        else:
-            message.parameters["sequence_id"].string_param = place.conversation
+        try:
+            if isinstance(place.conversation, int):
+                message.parameters["sequence_id"].int64_param = place.conversation
+            else:
+                message.parameters["sequence_id"].string_param = place.conversation
+        except ValueError as error:
+            raise InvalidArgument(f"INVALID_ARG: conversation: id {place.conversation!a}: {error}") from error
         message.parameters["sequence_start"].bool_param = place.start
         message.parameters["sequence_end"].bool_param = place.end
     for name, value in request.fields.items():

@@ -8,15 +8,9 @@ import torch
 
 from kvloom.kv.codec import BlockGeometry, LayerCache, PlainCodec
 
-SLAB_BLOCKS = 16
-"""Blocks per slab: small enough to hand slabs between codecs, large enough that a codec's remainder is little."""
-
 
 class Storage:
-    """One run of bytes, divided into slabs; a slab holds blocks of one codec.
-
-    A block id counts in units of its codec's block size from the start of the memory, so that every kernel needs one
-    base pointer per layer whichever slabs a codec owns. With one codec it owns every slab.
+    """One run of bytes that holds the blocks, one after the other.
 
     Args:
         codec: how a block lies in its bytes.
@@ -26,6 +20,7 @@ class Storage:
         pinned: for host memory that a GPU copies from and to: it can't be paged out, and is all taken at once.
 
     Attributes:
+        memory: uint8 [bytes], all of it.
         blocks: uint8 [blocks, bytes of a block], for moving them.
         layers: what attention reads and writes, per layer.
     """
@@ -33,14 +28,14 @@ class Storage:
     def __init__(
         self, codec: PlainCodec, geometry: BlockGeometry, blocks: int, device: torch.device, pinned: bool = False
     ):
-        self.slab_bytes = SLAB_BLOCKS * codec.block_bytes(geometry)
-        size = blocks * codec.block_bytes(geometry)
+        block_bytes = codec.block_bytes(geometry)
+        size = blocks * block_bytes
         # zeroed: a masked row of a fresh block times NaN would be NaN
         if pinned or device.type != "cpu":
             self.memory = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         else:
             self.memory = torch.from_numpy(_zeros(size))
-        self.blocks = self.memory.view(blocks, codec.block_bytes(geometry))
+        self.blocks = self.memory.view(blocks, block_bytes)
         self.layers: list[LayerCache] = codec.layers(self.memory, geometry)
 
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,54 +47,11 @@ def read_control(inputs: Inputs) -> Control:
     Raises:
         InvalidArgument: naming the key and what it takes.
     """
-    control = validate(Control, json_object("control", one(inputs, "control")))
+    control = validate(Control, json_object("control", one(inputs, "control")), "control")
     for key in ("admin_token", "timeout_s"):
         if control.op != "drain" and getattr(control, key) is not None:
             raise InvalidArgument(key, f"is for drain only; {control.op} does not take it")
     return control
-
-
-def act_on_server(
-    control: Control,
-    loop: "Loop",
-    admin_token: str,
-    reply: Callable[..., None],
-    failed: Callable[[RequestError], None],
-) -> bool:
-    """Do what concerns no conversation: ping, flush and drain, which the loop answers between steps.
-
-    Args:
-        control: what to do.
-        loop: where.
-        admin_token: the setting of that name.
-        reply: sends the answer, with what it gets by keyword.
-        failed: sends an error instead.
-
-    Returns:
-        False, with nothing done, for the other ops.
-
-    Raises:
-        InvalidArgument: drain without the right token.
-    """
-    if control.op == "ping":
-        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)), failed)
-    elif control.op == "flush":
-        loop.flush(lambda blocks: reply(blocks=blocks), failed)
-    elif control.op == "drain":
-        if not admin_token:
-            raise InvalidArgument("admin_token", NO_TOKEN)
-        if not admits(admin_token, control.admin_token or ""):
-            raise InvalidArgument("admin_token", WRONG_TOKEN)
-        timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
-        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
-    else:
-        return False
-    return True
-
-
-def answer(control: Control, **result: Any) -> str:
-    """The text_output of a control that worked."""
-    return json.dumps({"op": control.op, "ok": True, **result})
 
 
 def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
@@ -110,12 +66,12 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
         sink: of the request.
 
     Raises:
-        InvalidArgument: see ``act_on_server``.
+        InvalidArgument: drain without the right token.
     """
     conversation = own if control.conversation is None else control.conversation
 
     def reply(**result: object) -> None:
-        sink(Delta(answer(control, **result), (), FinishReason.STOP))
+        sink(Delta(json.dumps({"op": control.op, "ok": True, **result}), (), FinishReason.STOP))
 
     def failed(error: RequestError) -> None:
         sink(Delta("", (), error=error))
@@ -129,5 +85,16 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
         else:
             reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
 
-    if not act_on_server(control, loop, admin_token, reply, failed):
+    if control.op == "ping":
+        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)), failed)
+    elif control.op == "flush":
+        loop.flush(lambda blocks: reply(blocks=blocks), failed)
+    elif control.op == "drain":
+        if not admin_token:
+            raise InvalidArgument("admin_token", NO_TOKEN)
+        if not admits(admin_token, control.admin_token or ""):
+            raise InvalidArgument("admin_token", WRONG_TOKEN)
+        timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
+        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
+    else:
         loop.with_turns(on_conversation, failed)

@@ -46,11 +46,15 @@ class GenerateModel:
                 forward = _Forward(request, sender, self._calls)
                 threading.Thread(target=forward.run, name="kvloom-forward", daemon=True).start()
                 self._watcher.watch(sender, forward.cancel)
+                continue
             except RequestError as error:
-                sender.fail(str(error))
+                # its text: the error itself would hold this frame, and the request in it, in a cycle
+                refusal = str(error)
             except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s could not be forwarded", request.request_id())
-                sender.fail(str(Internal(f"the request could not be forwarded: {error}")))
+                refusal = str(Internal(f"the request could not be forwarded: {error}"))
+            with logged(log, "a client could not be told of it"):
+                sender.fail(refusal)
 
     def finalize(self) -> None:
         """Stop watching."""

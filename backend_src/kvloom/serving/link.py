@@ -146,33 +146,34 @@ class Link:
         self._thread.join()
         self._calls.stop()
 
-    def _want(self, conversation: int | str, flag: int, tries: int = 0) -> None:
+    def _want(self, conversation: int | str, flag: int) -> None:
         with self._lock:
-            self._wanted[conversation] = (flag, tries)
+            self._wanted[conversation] = (flag, 0)
         self._inbox.put(conversation)
 
     def _run(self) -> None:
         while (conversation := self._inbox.get()) is not None and not self._stopping.is_set():
             with self._lock:
-                flag, tries = self._wanted.pop(conversation, (0, 0))
-            if not flag:
+                wanted = self._wanted.get(conversation)
+            if wanted is None:
                 continue
+            flag, tries = wanted
             error = self._call(conversation, flag)
-            if error is None:
-                if flag == END:
-                    self._ended(conversation)
-                continue
-            what = (
-                f"conversation {conversation} could not be {'ended' if flag == END else 'started'} in Triton: {error}"
-            )
-            if tries + 1 == TRIES or self._stopping.wait(RETRY_S):
-                log.error(what)
-                continue
-            log.info(what)
             with self._lock:
-                newer = conversation in self._wanted
-            if not newer:
-                self._want(conversation, flag, tries + 1)
+                # neither taken back meanwhile nor replaced
+                if self._wanted.get(conversation) is wanted:
+                    if error is not None and tries + 1 < TRIES:
+                        self._wanted[conversation] = (flag, tries + 1)
+                        self._inbox.put(conversation)
+                    else:
+                        del self._wanted[conversation]
+            if error is not None:
+                level = logging.INFO if tries + 1 < TRIES else logging.ERROR
+                what = "ended" if flag == END else "started"
+                log.log(level, "conversation %s could not be %s in Triton: %s", conversation, what, error)
+                self._stopping.wait(RETRY_S)
+            elif flag == END:
+                self._ended(conversation)
 
     def _call(self, conversation: int | str, flag: int) -> str | None:
         """Make one call; returns what went wrong."""

@@ -67,8 +67,8 @@ class LlmModel:
                 log.exception("request %s failed before it reached the engine", request.request_id())
                 error = Internal(f"the request could not be read: {fault}")
             fail(outbox, sender, error)
-            conversation, start, end = request.correlation_id(), *_flags(request)
-            self._loop.with_turns(partial(_refused, conversation=conversation, start=start, end=end))
+            conversation, (_, end) = request.correlation_id(), _flags(request)
+            self._loop.with_turns(partial(_refused, conversation=conversation, end=end))
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
@@ -99,7 +99,7 @@ class LlmModel:
             act(read_control(inputs), conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
             # after what it asks for: a refused one is heard of in `execute`
             own_call = parameters.get(SELF_CALL) == self._link.secret
-            self._loop.with_turns(lambda turns: _follow(turns, conversation, start, end, own_call))
+            self._loop.with_turns(lambda turns: _follow(turns, conversation, end, own_call))
             return
         call = decode(request, parameters, kind, start, inputs, tokenizer, limits)
         sequence = Sequence(call.request)
@@ -117,11 +117,11 @@ def _flags(request: Any) -> tuple[bool, bool]:
     return bool(flags & START), bool(flags & END)
 
 
-def _refused(turns: Turns, conversation: ConversationId, start: bool, end: bool) -> None:
-    turns.lifecycle.refused(conversation, start, end)
+def _refused(turns: Turns, conversation: ConversationId, end: bool) -> None:
+    turns.lifecycle.refused(conversation, end)
 
 
-def _follow(turns: Turns, conversation: ConversationId, start: bool, end: bool, own_call: bool) -> None:
+def _follow(turns: Turns, conversation: ConversationId, end: bool, own_call: bool) -> None:
     """Do what the flags of a control request mean for its own conversation."""
     if end and not own_call:
         turns.lifecycle.ended_in_triton(conversation)

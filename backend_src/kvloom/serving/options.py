@@ -62,7 +62,7 @@ def read_kv(inputs: Inputs, kv_dtype: str) -> KvOptions:
     Raises:
         InvalidArgument: naming the key that is wrong, or that this server's cache can't do.
     """
-    kv = validate(KvOptions, json_object("kv", one(inputs, "kv")) if "kv" in inputs else {}, prefix="kv.")
+    kv = validate(KvOptions, json_object("kv", one(inputs, "kv")) if "kv" in inputs else {}, "kv", prefix="kv.")
     if 0 > kv.retain_s > -1:
         raise InvalidArgument("kv.retain_s", f"{kv.retain_s}: seconds, or -1 for ever")
     if kv.dtype not in ("auto", kv_dtype):

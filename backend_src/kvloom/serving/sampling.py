@@ -77,12 +77,19 @@ def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: i
     return params
 
 
-def validate(model: type[Model], keys: Mapping[str, Any], prefix: str = "", inputs: Collection[str] = ()) -> Model:
+def validate(
+    model: type[Model],
+    keys: Mapping[str, Any],
+    field: str = "sampling_parameters",
+    prefix: str = "",
+    inputs: Collection[str] = (),
+) -> Model:
     """Check keys against a pydantic model, as strictly as JSON can be checked.
 
     Args:
         model: what the keys may be.
         keys: a client's.
+        field: the input that they are of, named where no single key is at fault.
         prefix: comes before a key's name in errors.
         inputs: names that a key may have been meant for, as a tensor.
 
@@ -95,7 +102,7 @@ def validate(model: type[Model], keys: Mapping[str, Any], prefix: str = "", inpu
     except ValidationError as error:
         # without the context: a validator's own error in it, and its frames, would hold this request in a cycle
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = prefix + _printable(str(first["loc"][0])) if first["loc"] else "sampling_parameters"
+        key = prefix + _printable(str(first["loc"][0])) if first["loc"] else field
         if first["type"] == "extra_forbidden":
             if key in inputs:
                 called = (SCALARS | WORDS).get(key)
