@@ -62,7 +62,8 @@ class LlmModel:
                 self._submit(request, given, sender, outbox)
                 continue
             except RequestError as refused:
-                error = refused
+                # with its traceback it would hold this frame, and the request in it, in a cycle
+                error = refused.with_traceback(None)
             except Exception as fault:  # noqa: BLE001 Triton would fail every request of the batch
                 log.exception("request %s failed before it reached the engine", request.request_id())
                 error = Internal(f"the request could not be read: {fault}")

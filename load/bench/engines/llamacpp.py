@@ -23,7 +23,7 @@ class LlamaServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        threads = str(os.cpu_count() or 1)
+        threads = str(len(os.sched_getaffinity(0)))
         command = [str(binary), "-m", model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["-t", threads, "-tb", threads, "-fa", "on"]
         slots = options["slots"]

@@ -14,7 +14,7 @@ class Transformers:
     """The model alone."""
 
     def __init__(self, model: str, options: dict[str, Any]):
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         dtype = getattr(torch, options["dtype"])
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation="sdpa", local_files_only=True

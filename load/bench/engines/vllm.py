@@ -56,7 +56,7 @@ def environment(kv_gib: int) -> dict[str, str]:
     """What vLLM reads from its environment."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         # this version can't read what it kept of an earlier compilation, and would compile at every start
