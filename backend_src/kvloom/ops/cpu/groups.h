@@ -66,14 +66,41 @@ struct Parts {
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
-// Rows laid out for the parts that take them: of each part, group and row GROUP inputs, and with 4 bits their sum.
+// Memory that stays for the next call of a thread: to take it from the system each time costs more than to fill it.
+class Kept {
+   public:
+    template <typename T>
+    T* take(int64_t count) {
+        const int64_t needed = (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+        if (needed > size) {
+            lines.reset();  // before there is more
+            lines.reset(new Line[needed]);
+            size = needed;
+        }
+        return (T*)lines.get();
+    }
+
+   private:
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    std::unique_ptr<Line[]> lines;
+    int64_t size = 0;
+};
+
+thread_local Kept inputs_kept, totals_kept;
+
+// Rows laid out for the parts that take them: of each part, group and row GROUP inputs, and with 4 bits their sum. There
+// is one of them at a time.
 template <int BITS, typename T>
 class Rows {
    public:
     // x [rows, inputs], of T or what T widens.
     template <typename X>
     Rows(const X* x, const Parts& parts, int64_t groups)
-        : groups(groups), inputs(new T[parts.rows * groups * GROUP]), totals(new float[parts.rows * groups]) {
+        : groups(groups),
+          inputs(inputs_kept.take<T>(parts.rows * groups * GROUP)),
+          totals(totals_kept.take<float>(BITS == 4 ? parts.rows * groups : 0)) {
 #pragma omp parallel for schedule(static) if (parts.rows > TILE)
         for (int64_t row = 0; row < parts.rows; row++) {
             const int64_t part = parts.of(row), first = parts.first(part), size = parts.size(part);
@@ -92,8 +119,8 @@ class Rows {
 
    private:
     int64_t groups;
-    std::unique_ptr<T[]> inputs;
-    std::unique_ptr<float[]> totals;
+    T* inputs;
+    float* totals;
 
     static void lay(const T* from, T* to) { std::memcpy(to, from, GROUP * sizeof(T)); }
     template <typename X>
