@@ -1,57 +1,14 @@
 // Products with weights of 4 or 8 bits in groups of GROUP inputs, each group with a scale of its own.
 //
 // A group's integers are exact in bf16 and in fp32, so that nothing is lost before its sum is scaled.
-#include <vector>
-
+#include "groups_panels.h"
 #include "replay.h"
-#include "tiles.h"
 
 namespace {
 
-constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels: they stay in the L2 cache
-
-// A panel: the values of both halves, group by group, then their scales, with 4 bits followed by minima, in fp16. A
-// word of values holds WORD inputs of one output. Its low half has the even inputs, the high half the odd ones, so that
-// both halves of a pair move together.
-template <int BITS>
-constexpr int64_t WORD = 32 / BITS;
-template <int BITS>
-constexpr int64_t VALUES = GROUP * LANES * BITS / 8;
-template <int BITS>
-constexpr int64_t HEAD = (BITS == 4 ? 2 : 1) * LANES * 2;
-template <int BITS>
-constexpr int64_t BLOCK = 2 * (VALUES<BITS> + HEAD<BITS>);
-
-// Where a half's group lies in a panel.
-template <int BITS>
-int64_t values_at(int64_t half, int64_t g, int64_t groups) {
-    return (half * groups + g) * VALUES<BITS>;
-}
-template <int BITS>
-int64_t head_at(int64_t half, int64_t g, int64_t groups) {
-    return 2 * groups * VALUES<BITS> + (half * groups + g) * HEAD<BITS>;
-}
-
-template <int BITS>
-constexpr int shift_of(int64_t k) {
-    return k % 2 * 16 + k % WORD<BITS> / 2 * BITS;
-}
-
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-static inline words load_words(const uint8_t* p) {
-    words x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
-template <int BITS>
-static inline floats value_of(words word, int64_t k) {
-    if constexpr (BITS == 4)
-        return __builtin_convertvector((ints)(word >> shift_of<4>(k) & 15), floats);
-    else
-        return __builtin_convertvector((ints)(word << (24 - shift_of<8>(k))) >> 24, floats);
-}
+// What rows are laid out in, so that a step need not widen them.
+template <typename T>
+using Input = std::conditional_t<STEP<T> == 1, float, T>;
 
 // Calls take(k, values) with what `step` takes of a group's values.
 template <int BITS, typename T, typename F>
@@ -83,41 +40,6 @@ static inline __attribute__((always_inline)) void unpack(const uint8_t* values, 
     }
 }
 
-// Rows laid out for the tiles that take them: of each tile, group and row GROUP inputs, and with 4 bits their sum.
-template <int BITS, typename T>
-class Rows {
-   public:
-    Rows(const T* x, const Tiles& tiles, int64_t groups)
-        : groups(groups), inputs(new T[tiles.rows * groups * GROUP]), totals(new float[tiles.rows * groups]) {
-#pragma omp parallel for schedule(static) if (tiles.count > 1)
-        for (int64_t tile = 0; tile < tiles.count; tile++) {
-            const int64_t first = tiles.first(tile), size = tiles.size(tile);
-            for (int64_t r = 0; r < size; r++)
-                for (int64_t g = 0; g < groups; g++) {
-                    const int64_t place = first * groups + g * size + r;
-                    const T* from = x + ((first + r) * groups + g) * GROUP;
-                    std::memcpy(&inputs[place * GROUP], from, GROUP * sizeof(T));
-                    if (BITS == 4) totals[place] = sum_of_group(from);
-                }
-        }
-    }
-
-    // Those of a tile, by its first row.
-    const T* values(int64_t first) const { return &inputs[first * groups * GROUP]; }
-    const float* sums(int64_t first) const { return &totals[first * groups]; }
-
-   private:
-    int64_t groups;
-    std::unique_ptr<T[]> inputs;
-    std::unique_ptr<float[]> totals;
-
-    static float sum_of_group(const T* x) {
-        floats sum = {};
-        for (int64_t k = 0; k < GROUP; k += LANES) sum += load_row(x + k);
-        return sum_of(sum);
-    }
-};
-
 // R rows times a half of a panel.
 template <int R, int BITS, typename T, typename O>
 void tile(const T* x, const float* sums, const uint8_t* values, const uint8_t* heads, int64_t groups, Ahead& ahead,
@@ -145,7 +67,7 @@ void tile(const T* x, const float* sums, const uint8_t* values, const uint8_t* h
 
 // Calls work(panel, tile, ahead) for every panel and tile, in parallel; each fetches ahead in every group of each half.
 template <typename F>
-static inline void for_panels_of_tiles(const Tiles& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
+static inline void for_panels_of_tiles(const Parts& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
                                        int64_t panel_bytes, int64_t outputs, F&& work) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
     const int64_t most = panels >= 4 * threads ? CACHED / (row_bytes * TILE) + 1 : ROWS / TILE;
@@ -167,10 +89,10 @@ static inline void for_panels_of_tiles(const Tiles& tiles, int64_t row_bytes, in
 }
 
 template <int BITS, typename T, typename O>
-void product(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
+void product_of_halves(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
     const int64_t groups = inputs / GROUP, panel_bytes = groups * BLOCK<BITS>;
-    const Tiles tiles(rows);
-    const Rows<BITS, T> laid(x, tiles, groups);
+    const Parts tiles(rows, TILE);
+    const Rows<BITS, Input<T>> laid(x, tiles, groups);
     const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes;
         const int64_t first = tiles.first(t);
@@ -183,13 +105,15 @@ void product(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, in
             }
         });
     };
-    for_panels_of_tiles(tiles, inputs * sizeof(T), groups, packed, panel_bytes, outputs, work);
+    for_panels_of_tiles(tiles, inputs * sizeof(Input<T>), groups, packed, panel_bytes, outputs, work);
 }
 
-// The word of a panel that has an input of a group.
-template <int BITS>
-const uint8_t* word_at(const uint8_t* panel, int64_t lane, int64_t g, int64_t k, int64_t groups) {
-    return panel + values_at<BITS>(lane / LANES, g, groups) + (k / WORD<BITS> * LANES + lane % LANES) * 4;
+template <int BITS, typename T, typename O>
+void product(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
+    if constexpr (LANES == 8)
+        product_of_panels<BITS>(x, rows, inputs, packed, outputs, out);
+    else
+        product_of_halves<BITS>(x, rows, inputs, packed, outputs, out);
 }
 
 template <int BITS>
