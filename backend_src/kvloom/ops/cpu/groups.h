@@ -55,17 +55,6 @@ const uint8_t* word_at(const uint8_t* panel, int64_t lane, int64_t g, int64_t k,
     return panel + values_at<BITS>(lane / LANES, g, groups) + (k / WORD<BITS> * LANES + lane % LANES) * 4;
 }
 
-// Rows in parts of at most `most`, all of nearly as many.
-struct Parts {
-    int64_t rows, count;
-
-    Parts(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
-    int64_t first(int64_t part) const { return part * rows / count; }
-    int64_t size(int64_t part) const { return first(part + 1) - first(part); }
-    // the part of a row; there are rows
-    int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
-};
-
 // Memory that stays for the next call of a thread: to take it from the system each time costs more than to fill it.
 class Kept {
    public:

@@ -5,24 +5,12 @@
 // the same order: the inputs of a group one by one, then its total, scaled, to those of the groups before, then (with
 // 4 bits) its minimum times the sum of its inputs.
 #pragma once
-#include <utility>
-
 #include "groups.h"
 
 namespace {
 
 constexpr int MOST = 6;  // rows whose sums with both halves are in registers together
 constexpr int FEW = 4;   // rows up to which numbers are made in registers and not in memory
-
-// Calls work(constant) with a number from 1 to MAX.
-template <typename F, int... I>
-static inline void with_constant(int64_t number, std::integer_sequence<int, I...>, F&& work) {
-    ((number == I + 1 ? work(std::integral_constant<int, I + 1>()) : void()), ...);
-}
-template <int MAX, typename F>
-static inline void with_constant(int64_t number, F&& work) {
-    with_constant(number, std::make_integer_sequence<int, MAX>(), work);
-}
 
 struct Head {
     floats scale, minimum;

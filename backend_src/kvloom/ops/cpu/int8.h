@@ -112,7 +112,7 @@ static inline Scale quantize(const T* x, int8_t* out) {
 template <int64_t G>
 class Int8Rows {
    public:
-    Int8Rows(const Tiles& tiles, int64_t groups)
+    Int8Rows(const Parts& tiles, int64_t groups)
         : tiles(tiles),
           groups(groups),
           integers(new int8_t[tiles.rows * groups * G]),
@@ -136,7 +136,7 @@ class Int8Rows {
     const Scale* scales(int64_t first) const { return &factors[first * groups]; }
 
    private:
-    const Tiles tiles;
+    const Parts tiles;
     const int64_t groups;
     std::unique_ptr<int8_t[]> integers;
     std::unique_ptr<Scale[]> factors;

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <omp.h>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "common.h"
@@ -27,6 +28,16 @@ constexpr int64_t PAIR = 1;
 
 template <typename T>
 constexpr int64_t STEP = std::is_same_v<T, bf16> ? PAIR : 1;
+
+// Calls work(constant) with a number from 1 to MAX.
+template <typename F, int... I>
+static inline void with_constant(int64_t number, std::integer_sequence<int, I...>, F&& work) {
+    ((number == I + 1 ? work(std::integral_constant<int, I + 1>()) : void()), ...);
+}
+template <int MAX, typename F>
+static inline void with_constant(int64_t number, F&& work) {
+    with_constant(number, std::make_integer_sequence<int, MAX>(), work);
+}
 
 // Adds STEP inputs of a row times LANES outputs' weights: fp32, or pairs of bf16.
 static inline void step(floats& sum, const float* x, floats w) { sum += *x * w; }

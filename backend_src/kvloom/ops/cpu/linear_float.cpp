@@ -1,6 +1,4 @@
 // Products with weights in fp32 and bf16.
-#include <utility>
-
 #include "activation.h"
 #include "linear.h"
 #include "replay.h"
@@ -78,12 +76,6 @@ __attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, 
     for (int r = 0; r < R; r++) Form::store_row(out + r * outputs, low[r], high[r], width);
 }
 
-// Calls work(count), count a constant of the compiler's from 1 to the sequence's length.
-template <typename F, int... I>
-static inline void with_constant(int64_t count, std::integer_sequence<int, I...>, F&& work) {
-    ((count == I + 1 ? work(std::integral_constant<int, I + 1>()) : void()), ...);
-}
-
 template <typename Form, typename T, typename O>
 void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t outputs, O* out) {
     const int64_t bytes = inputs * PANEL * sizeof(T), panels = (outputs + Form::OUTPUTS - 1) / Form::OUTPUTS;
@@ -100,7 +92,7 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
                 tile<Form, tile_rows, fetch>(x + m * inputs, inputs, panel, out + m * outputs + column, outputs,
                                              outputs - column, ahead);
             };
-            with_constant(next - m, std::make_integer_sequence<int, TILE>(), [&](auto tile_rows) {
+            with_constant<TILE>(next - m, [&](auto tile_rows) {
                 constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller ones are alone
                 if (MAY_FETCH && rows >= FETCHED_ROWS)
                     work(tile_rows, std::bool_constant<MAY_FETCH>());

@@ -91,12 +91,12 @@ static inline void for_panels_of_tiles(const Parts& tiles, int64_t row_bytes, in
 template <int BITS, typename T, typename O>
 void product_of_halves(const T* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
     const int64_t groups = inputs / GROUP, panel_bytes = groups * BLOCK<BITS>;
-    const Parts tiles(rows, TILE);
+    const Parts tiles(rows);
     const Rows<BITS, Input<T>> laid(x, tiles, groups);
     const auto work = [&](int64_t n, int64_t t, Ahead ahead) {
         const uint8_t* panel = packed + n * panel_bytes;
         const int64_t first = tiles.first(t);
-        with_constant(tiles.size(t), [&](auto size) {
+        with_constant<TILE>(tiles.size(t), [&](auto size) {
             for (int half = 0; half < 2; half++) {
                 const int64_t column = n * PANEL + half * LANES;
                 tile<size, BITS>(laid.values(first), laid.sums(first), panel + values_at<BITS>(half, 0, groups),

@@ -77,7 +77,7 @@ struct Gated {
 // others when it is done.
 class Runs {
    public:
-    Runs(int64_t threads, const Tiles& tiles, int64_t groups, const uint8_t* packed, int64_t bytes, int64_t panels)
+    Runs(int64_t threads, const Parts& tiles, int64_t groups, const uint8_t* packed, int64_t bytes, int64_t panels)
         : threads(threads),
           tiles(tiles),
           groups(groups),
@@ -115,7 +115,7 @@ class Runs {
     }
 
     const int64_t threads;
-    const Tiles tiles;
+    const Parts tiles;
     const int64_t groups;
     const uint8_t* packed;
     const int64_t bytes;  // of a panel
@@ -128,14 +128,14 @@ template <int64_t G, typename Form, typename T, typename O>
 void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint8_t* packed, int64_t outputs, O* out) {
     const int64_t groups = inputs / G, threads = omp_get_max_threads();
     const Panel<G> at{groups};
-    const Tiles tiles(rows);
+    const Parts tiles(rows);
     Int8Rows<G> rounded(tiles, groups);
     Runs runs(threads, tiles, groups, packed, at.bytes(), (outputs + Form::OUTPUTS - 1) / Form::OUTPUTS);
     const auto round = [&](int64_t row) { rounded.fill(row, x + row * width, width); };
     const auto multiply = [&](int64_t n, int64_t t, Ahead ahead) {
         const int64_t first = tiles.first(t), column = n * Form::OUTPUTS;
         const uint8_t* panel = packed + n * at.bytes();
-        with_constant(tiles.size(t), [&](auto size) {
+        with_constant<TILE>(tiles.size(t), [&](auto size) {
             const auto half = [&](int64_t number, auto* sums, int64_t stride, int64_t left) {
                 tile<G, size>(rounded.values(first), rounded.scales(first), panel + at.values_at(number, 0),
                               panel + at.scales_at(number, 0), groups, ahead.after(number * groups), sums, stride,

@@ -52,27 +52,14 @@ static inline __attribute__((always_inline)) void store_tile(O* out, int64_t out
     }
 }
 
-// Calls work(constant) with a number from 1 to TILE.
-template <typename F>
-static inline void with_constant(int64_t number, F&& work) {
-#define CASE(R)                                                                 \
-    case R:                                                                     \
-        if constexpr (R <= TILE) return work(std::integral_constant<int, R>()); \
-        break;
-    switch (number) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-    }
-#undef CASE
-}
-
-// Rows in tiles of at most TILE, all of nearly as many.
-struct Tiles {
+// Rows in parts of at most `most`, all of nearly as many; a tile is one.
+struct Parts {
     int64_t rows, count;
 
-    explicit Tiles(int64_t rows) : rows(rows), count((rows + TILE - 1) / TILE) {}
-    int64_t first(int64_t tile) const { return tile * rows / count; }
-    int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
-    // the tile of a row; there are rows
+    explicit Parts(int64_t rows, int64_t most = TILE) : rows(rows), count((rows + most - 1) / most) {}
+    int64_t first(int64_t part) const { return part * rows / count; }
+    int64_t size(int64_t part) const { return first(part + 1) - first(part); }
+    // the part of a row; there are rows
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
