@@ -58,6 +58,20 @@ class _Packed:
             self._packed.data_ptr(),
         )
 
+    def _arguments(self, x: torch.Tensor) -> tuple[int, ...]:
+        """What both products take before their results."""
+        assert x.shape[1] == self._width and x.is_contiguous() and library(x) is not None
+        return (
+            self._group,
+            x.data_ptr(),
+            x.dtype is torch.bfloat16,
+            x.shape[0],
+            self._width,
+            self._in_features,
+            self._packed.data_ptr(),
+            self._out_features,
+        )
+
 
 class NativeInt8GatedLinear(_Packed):
     """Gate and up side by side: activated while both are in the cache; see ``pack_gated_linear``."""
@@ -67,19 +81,8 @@ class NativeInt8GatedLinear(_Packed):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``GatedLinear``."""
-        assert x.shape[1] == self._width and x.is_contiguous() and library(x) is not None
         out = empty(x.shape[0], self._out_features, dtype=x.dtype)
-        self._lib.kvloom_int8_gated(
-            self._group,
-            x.data_ptr(),
-            x.dtype is torch.bfloat16,
-            x.shape[0],
-            self._width,
-            self._in_features,
-            self._packed.data_ptr(),
-            self._out_features,
-            out.data_ptr(),
-        )
+        self._lib.kvloom_int8_gated(*self._arguments(x), out.data_ptr())
         return out
 
 
@@ -91,21 +94,9 @@ class NativeInt8Linear(_Packed):
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Linear``."""
-        assert x.shape[1] == self._width and out_dtype in (None, x.dtype, torch.float32)
-        assert x.is_contiguous() and library(x) is not None
+        assert out_dtype in (None, x.dtype, torch.float32)
         out = empty(x.shape[0], self._out_features, dtype=out_dtype or x.dtype)
-        self._lib.kvloom_int8(
-            self._group,
-            x.data_ptr(),
-            x.dtype is torch.bfloat16,
-            x.shape[0],
-            self._width,
-            self._in_features,
-            self._packed.data_ptr(),
-            self._out_features,
-            out.data_ptr(),
-            out.dtype is torch.bfloat16,
-        )
+        self._lib.kvloom_int8(*self._arguments(x), out.data_ptr(), out.dtype is torch.bfloat16)
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
