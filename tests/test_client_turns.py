@@ -23,7 +23,7 @@ from kvloom_client import (
     Unavailable,
     retry,
 )
-from test_client_retries import BUSY, NEVER, Scripted, inputs, place
+from scripted_server import BUSY, NEVER, Scripted, inputs, place
 
 NOWHERE = "127.0.0.1:1"
 LONG = 300.0

@@ -1,0 +1,66 @@
+"""A gRPC server that answers what it is told to, and keeps what it was asked."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+BUSY = "UNAVAILABLE: queue full"
+NEVER = None
+"""An answer that does not come as long as its client waits."""
+
+
+class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers each request with the next error text, or with the text in a list, or never. Keeps the requests."""
+
+    def __init__(self, *answers: str | list[str] | None):
+        self.answers = list(answers)
+        self.requests: list[service_pb2.ModelInferRequest] = []
+
+    def ModelStreamInfer(self, requests, context) -> Iterator[service_pb2.ModelStreamInferResponse]:
+        self.requests.append(next(requests))
+        answer = self.answers.pop(0)
+        if answer is NEVER:
+            over = threading.Event()
+            if context.add_callback(over.set):
+                over.wait(30)
+            return
+        if isinstance(answer, str):
+            yield service_pb2.ModelStreamInferResponse(error_message=answer)
+            return
+        for number, text in enumerate(answer, 1):
+            response = service_pb2.ModelStreamInferResponse()
+            final = number == len(answer)
+            response.infer_response.parameters["triton_final_response"].bool_param = final
+            for name, value in (("text_output", text), ("finish_reason", "stop" if final else "")):
+                response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1, 1])
+                content = value.encode()
+                response.infer_response.raw_output_contents.append(len(content).to_bytes(4, "little") + content)
+            yield response
+
+    def __enter__(self) -> "Scripted":
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.stop(0).wait()
+
+
+def inputs(request: service_pb2.ModelInferRequest) -> dict[str, tuple[str, list[int], bytes]]:
+    return {
+        tensor.name: (tensor.datatype, list(tensor.shape), content)
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+
+
+def place(request) -> tuple[int, bool, bool]:
+    return (
+        request.parameters["sequence_id"].int64_param,
+        request.parameters["sequence_start"].bool_param,
+        request.parameters["sequence_end"].bool_param,
+    )
