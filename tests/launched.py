@@ -79,6 +79,11 @@ class Launched:
         """The gRPC endpoint."""
         return f"127.0.0.1:{self.grpc}"
 
+    @property
+    def metrics_url(self) -> str:
+        """Where Prometheus reads."""
+        return f"http://127.0.0.1:{self.metrics}/metrics"
+
     def wait_until_health_is(self, status: int, within: float) -> float:
         """Wait for an answer of the health endpoint; returns after how many seconds it came."""
         start = time.monotonic()

@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -32,7 +33,15 @@ def canary(server: Server) -> None:
     assert list(answer.token_ids) == expected["ids"][:16]
 
 
-def metrics(server: Server) -> dict[str, float]:
+class Measured(Protocol):
+    """What serves kvloom's metrics."""
+
+    @property
+    def metrics_url(self) -> str:
+        """Where."""
+
+
+def metrics(server: Measured) -> dict[str, float]:
     """kvloom's metrics: name with labels, as printed, to value."""
     with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
         lines = response.read().decode().splitlines()
@@ -47,7 +56,7 @@ def eventually(check: Callable[[], bool], within: float = 5.0) -> None:
         time.sleep(0.05)
 
 
-def assert_idle(server: Server, within: float = 5.0, conversations: bool = False) -> None:
+def assert_idle(server: Measured, within: float = 5.0, conversations: bool = False) -> None:
     """Within so many seconds nothing runs or waits any more, and nobody but conversations holds a block."""
     names = ["kvloom_requests_running", "kvloom_requests_waiting"]
     if not conversations:

@@ -14,6 +14,7 @@ from kvloom.repository import ModelRepository
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.drive import Plan, Seen, drive, run_locust
 from kvloom_load.figures import Target, row
+from launched import launched
 from paced_server import paced
 from server import assert_idle, canary
 from sse_server import Exchange, SseServer
@@ -136,23 +137,24 @@ def pause(send, after: float, length: float) -> list[float]:
     return times
 
 
-def assert_h39(seen: Seen, users: int, paused: list[float], took: float, plan: Plan, *, fails: bool) -> None:
+def assert_working_again(
+    seen: Seen, users: int, paused: list[float], took: float, plan: Plan, *, within: float
+) -> list[Arrivals]:
+    """So many seconds after the pause nothing fails any more and every user is at work; returns what failed before."""
     stopped, continued = paused
     end = seen.begin + plan.seconds
+    assert continued + within < end
     # the last shape tick may be a second late
     assert took < plan.seconds + plan.stop_timeout + 6
     assert not outcomes(seen, "cut")
-    # answers that the pause made too long are failures, and nothing else is
     failed = outcomes(seen, "failed")
-    assert failed or not fails
-    assert all(answer.begin < continued and answer.end > stopped for answer in failed)
-    assert all(answer.seconds == pytest.approx(plan.answer_timeout, abs=1) for answer in failed)
+    assert all(stopped < answer.end < continued + within for answer in failed)
     [failures] = [entry["num_failures"] for entry in seen.statistics if entry["method"] == "answer"]
     assert failures == len(failed)
-    # every user is back at work
     assert in_flight(seen, end - 0.5) >= users - 2
     before = rate(seen, seen.begin + 1, stopped)
     assert rate(seen, end - 2, end) > 0.8 * before, (before, rate(seen, end - 2, end))
+    return failed
 
 
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
@@ -162,12 +164,20 @@ def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
         paused = pause(server.process.send_signal, after=5, length=3.5)
         seen = run_locust(server.url, plan, users=50)
         took = time.monotonic() - begin
-    assert_h39(seen, 50, paused, took, plan, fails=True)
+    failed = assert_working_again(seen, 50, paused, took, plan, within=plan.answer_timeout)
+    # answers that the pause made too long are failures, and nothing else is
+    assert failed
+    assert all(answer.begin < paused[1] for answer in failed)
+    assert all(answer.seconds == pytest.approx(plan.answer_timeout, abs=1) for answer in failed)
 
 
 @pytest.mark.full
 def test_h39_at_full_length(tmp_path):
-    """A real server, all of it stopped for five seconds, under answers of 200 tokens."""
+    """A real server, all of it stopped for five seconds, under answers of 200 tokens.
+
+    Triton takes a stub that was stopped for more than a second for dead, frees what it still reads, and often goes
+    down with it: then answers break, and the launcher brings the server back.
+    """
     lengths = tmp_path / "lengths.json"
     lengths.write_text(
         '{"chat": {"prompt": {"tokens": [8], "weights": [1]}, "output": {"tokens": [200], "weights": [1]}}}'
@@ -175,13 +185,13 @@ def test_h39_at_full_length(tmp_path):
     plan = Plan(seconds=60, lengths=lengths, stop_timeout=20)
     model = make_tiny(tmp_path / "model", max_position_embeddings=1024)
     settings = {"model": str(model), "weights": "fp32", "kv_blocks": "2048", "block_size": "16", "threads": "1"}
-    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server:
+    with launched(settings=settings) as serving:
         begin = time.monotonic()
-        paused = pause(lambda number: os.killpg(server.process.pid, number), after=25, length=5)
-        seen = run_locust(server.grpc_url, plan, users=50)
+        paused = pause(lambda number: os.killpg(serving.footprint.group, number), after=20, length=5)
+        seen = run_locust(serving.url, plan, users=50)
         took = time.monotonic() - begin
-        assert_idle(server)
-    assert_h39(seen, 50, paused, took, plan, fails=False)
+        assert_idle(serving)
+    assert_working_again(seen, 50, paused, took, plan, within=15)
 
 
 def test_means_are_the_engines(server: Server, tmp_path):

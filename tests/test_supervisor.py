@@ -1,6 +1,7 @@
 """`kvloom serve` says truly whether it works, and brings back what has died or hangs."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -34,6 +35,9 @@ from server import Footprint
 from tiny_models import make_tiny
 
 STUCK_S = 3
+TAKEN_ALONG = r"tritonserver ended by itself \(signal SIGABRT\)"
+"""A stub that dies while it holds a lock of Triton's shared memory may take tritonserver along before anyone looks."""
+
 TOKEN = "let me"
 CANARY = {"input_ids": [5, 6, 7], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "timeout": 30}
@@ -325,7 +329,7 @@ def test_a_stop_during_a_recovery_leaves_nothing(serving):
     assert errors.count("kvloom: serving again, ") == len(serving.struck)
     assert errors.count("kvloom: starting tritonserver again") == len(serving.struck) + 1
     for said in [*serving.struck, "tritonserver ended by itself (signal SIGKILL)"]:
-        assert f"kvloom: {said}; the " in errors
+        assert re.search(rf"^kvloom: ({re.escape(said)}|{TAKEN_ALONG}); the ", errors, re.MULTILINE), said
     assert "Traceback" not in errors.replace("  | Traceback", "")
 
 
