@@ -10,7 +10,6 @@ import time
 import pytest
 
 from kvloom.launch import Server
-from kvloom.repository import ModelRepository
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.drive import Plan, Seen, drive, run_locust
 from kvloom_load.figures import Target, row

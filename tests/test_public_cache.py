@@ -245,7 +245,7 @@ def test_h19_nothing_is_lost_by_preemption(tiny, plain, mode):
     settings = {"kv_blocks": half, "swap_memory": "0" if mode == "recompute" else "64MiB"}
     with tiny.client(plain) as roomy, tiny.serve(**settings) as server, tiny.client(server) as client:
         expected = ask(roomy, requests, at_once=1)
-        # sent one right after the other: with the threads that read them, the first could be done before the last begins
+        # sent before any is read: threads that begin one by one could let the first be done before the last begins
         sent = [client.stream(**one, return_usage=True, timeout=120) for one in requests]
         with ThreadPoolExecutor(8) as pool:
             streams = list(pool.map(list, sent))
