@@ -1,4 +1,4 @@
-"""Run by test_deployment in a mount namespace of its own: a server on so little shared memory, several times over.
+"""A server on little shared memory. As a program: started several times over, in a mount namespace of its own.
 
 Arguments: size of /dev/shm, folder of a model, number of rounds.
 """
@@ -16,16 +16,16 @@ from server import SETTINGS
 STREAMS = 64
 
 
-def use(server: Server) -> None:
+def use(grpc_url: str, http_url: str) -> None:
     """64 streams; a prompt of 5 MB is refused for what it is, one of 60 MB for want of memory; nothing breaks."""
 
-    with Client(server.grpc_url) as client, ThreadPoolExecutor(STREAMS) as pool:
+    with Client(grpc_url) as client, ThreadPoolExecutor(STREAMS) as pool:
 
         def stream(_: int) -> int:
             return sum(len(c.token_ids) for c in client.stream(input_ids=[5] * 100, max_tokens=8, ignore_eos=True))
 
         assert list(pool.map(stream, range(STREAMS))) == [8] * STREAMS
-    with Client(server.grpc_url) as client, HttpClient(server.http_url) as http:
+    with Client(grpc_url) as client, HttpClient(http_url) as http:
         for door in (client, http):
             for size, refusal in ((5, "has 5242880 characters; that can't fit"), (60, "--shm-size")):
                 try:
@@ -36,7 +36,6 @@ def use(server: Server) -> None:
                 else:
                     raise AssertionError(f"{size} MB were taken")
                 assert door.generate(input_ids=[5], max_tokens=1, temperature=0.0, timeout=60).finish_reason == "length"
-    assert server.ready
 
 
 def main() -> None:
@@ -47,7 +46,8 @@ def main() -> None:
         with Server.start(ModelRepository(SETTINGS | {"model": model}), exit_timeout_s=5) as server:
             assert len(os.listdir("/dev/shm")) == 2  # one region for each model
             if turn == 0:
-                use(server)
+                use(server.grpc_url, server.http_url)
+                assert server.ready
         assert os.listdir("/dev/shm") == []
     print("fine")
 

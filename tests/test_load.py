@@ -83,7 +83,7 @@ def test_h38_http_times_are_of_tokens():
         log.append({"received": received, "sent": sent})
 
     with SseServer(*[script] * 100) as server:
-        seen = run_locust(server.url, Plan("SseUser", seconds=5), users=2)
+        seen = run_locust(server.url, Plan("SseUser", seconds=3), users=4)
     assert len(log) == len(outcomes(seen, "ok")) == len(seen.answers) >= 8
     assert count(seen, "ITL") == len(log) * (TOKENS - 1)
     assert_agree(seen, log)
@@ -157,10 +157,10 @@ def assert_working_again(
 
 
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
-    plan = Plan(seconds=12, answer_timeout=3, stop_timeout=5)
-    with paced(tmp_path / "log", 10, 0.15, 0.15) as server:
+    plan = Plan(seconds=9, answer_timeout=2, stop_timeout=5)
+    with paced(tmp_path / "log", 10, 0.1, 0.1) as server:
         begin = time.monotonic()
-        paused = pause(server.process.send_signal, after=5, length=3.5)
+        paused = pause(server.process.send_signal, after=4, length=2.5)
         seen = run_locust(server.url, plan, users=50)
         took = time.monotonic() - begin
     failed = assert_working_again(seen, 50, paused, took, plan, within=plan.answer_timeout)
@@ -201,7 +201,7 @@ def test_means_are_the_engines(server: Server, tmp_path):
     )
     # the first text of all is slow to become tokens, before the engine knows of it
     canary(server)
-    run = drive(server, Plan(seconds=6, lengths=lengths), users=2)
+    run = drive(server, Plan(seconds=4, lengths=lengths), users=2)
     figures = row(run, "default", Target())
     assert figures["ok"] >= 2
     assert figures["failed"] == figures["cut"] == 0

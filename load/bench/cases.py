@@ -20,6 +20,7 @@ class Scale:
         suffix: tokens that each has of its own.
         sharing: prompts at once that share the prefix.
         short: how often what takes less than a second is done in a round.
+        probes: repetitions of which the best tells what the machine allows.
     """
 
     streams: tuple[int, ...] = (1, 8, 32, 64)
@@ -30,10 +31,11 @@ class Scale:
     suffix: int = 32
     sharing: int = 32
     short: int = 3
+    probes: int = 5
 
 
 FULL = Scale()
-QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2, short=1)
+QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2, short=1, probes=1)
 
 SHORT_PREFILL = 1024
 """Prompts below it take less than a second."""

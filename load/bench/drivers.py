@@ -17,7 +17,7 @@ from bench.variants import Variant
 LOAD = Path(__file__).parents[1]
 LOG_LINES = 5
 END_S = 60
-SETTLE_S = 1
+SETTLE_S = 0.5
 GROWTH = 16 * 2**20
 
 

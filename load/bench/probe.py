@@ -47,8 +47,8 @@ class Probe:
             text=True,
         )
 
-    def measure(self, repeats: int = 5) -> Machine:
-        """Best of so many repetitions, of each rate; about a second."""
+    def measure(self, repeats: int) -> Machine:
+        """Best of so many repetitions, of each rate; five take about a second."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(repeats, file=self._process.stdin, flush=True)
         return Machine(**json.loads(self._process.stdout.readline()))
