@@ -21,6 +21,7 @@ class Scale:
         sharing: prompts at once that share the prefix.
         short: how often what takes less than a second is done in a round.
         probes: repetitions of which the best tells what the machine allows.
+        settled: what an engine still does after it has loaded is done before it is measured.
     """
 
     streams: tuple[int, ...] = (1, 8, 32, 64)
@@ -32,10 +33,11 @@ class Scale:
     sharing: int = 32
     short: int = 3
     probes: int = 5
+    settled: bool = True
 
 
 FULL = Scale()
-QUICK = Scale(streams=(1, 2), prompt=16, new=4, prefills=(32,), prefix=64, suffix=16, sharing=2, short=1, probes=1)
+QUICK = Scale((1, 2), 16, 4, (32,), prefix=64, suffix=16, sharing=2, short=1, probes=1, settled=False)
 
 SHORT_PREFILL = 1024
 """Prompts below it take less than a second."""

@@ -32,8 +32,12 @@ class Driver:
     be killed meanwhile, the system sends SIGHUP and SIGCONT to its process group, one of its own in the same session.
     """
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Variant, settled: bool = True):
         """Start the driver and load the model.
+
+        Args:
+            variant: what to load.
+            settled: what the engine still does after that, it does before this returns.
 
         Raises:
             EngineFailed: it can't be loaded.
@@ -57,7 +61,8 @@ class Driver:
         self.load_seconds: float = loaded["seconds"]
         self.versions: dict[str, str] = loaded["versions"]
         self._pid: int = loaded["pid"]
-        self._settle()
+        if settled:
+            self._settle()
         self._pause()
 
     def run(self, run: Run) -> tuple[float, list[list[int]]]:
@@ -104,7 +109,7 @@ class Driver:
         self.close()
 
     def _settle(self) -> None:
-        """What an engine still does after it has loaded, it may do: until its memory grows no more."""
+        """Wait until the engine's memory grows no more."""
         before = 0
         while (now := self.rss()) > before + GROWTH:
             before = now

@@ -72,7 +72,7 @@ class Measurement:
             Run("warm-up", "prefill", source.take(1, length), 1),
         ]
         self._rounds = list(rounds(scale, count, source))
-        self._probes = scale.probes
+        self._scale = scale
         self._record = record
         self._console = console
         self._memory_gib = memory_gib
@@ -113,7 +113,7 @@ class Measurement:
             for variant in variants:
                 self._console.print(f"loading {variant.name}", highlight=False)
                 try:
-                    driver = stack.enter_context(Driver(variant))
+                    driver = stack.enter_context(Driver(variant, self._scale.settled))
                     rss = driver.rss()
                     for run in self._warm_up:
                         driver.run(run)
@@ -125,7 +125,7 @@ class Measurement:
             yield drivers
 
     def _round(self, number: int, drivers: list[Driver], probe: Probe, all_of_them: Sequence[Variant]) -> None:
-        before = probe.measure(self._probes)
+        before = probe.measure(self._scale.probes)
         for place, group in enumerate(self._rounds[number]):
             wanting = [driver for driver in drivers if self._left(driver.variant, number, group)]
             if not wanting:
@@ -136,7 +136,7 @@ class Measurement:
             for driver in wanting[shift:] + wanting[:shift]:
                 self._group(number, group, driver, drivers)
                 _spare_memory()
-            after = probe.measure(self._probes)
+            after = probe.measure(self._scale.probes)
             names = [driver.variant.name for driver in wanting]
             self._record.machine(names, number, group.name, [before, after])
             before = after
