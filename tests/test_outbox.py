@@ -65,3 +65,23 @@ def test_no_answer_waits_for_the_rest_of_others():
     # one turn of each; the rest of one alone takes a second
     assert sent.wait(0.5)
     senders.stop()
+
+
+def test_an_answer_that_begins_comes_before_the_others():
+    senders = Senders()
+    outboxes = [senders.outbox() for _ in range(20)]
+    for outbox in outboxes:
+        outbox.put(lambda: None)
+    queued, done, sent = threading.Event(), threading.Event(), []
+    # one thread is kept busy until all that follows is queued, the others until it has sent that
+    senders.outbox().put(queued.wait)
+    for _ in range(SENDERS - 1):
+        senders.outbox().put(done.wait)
+    for outbox in outboxes:
+        outbox.put(lambda: sent.append("more"))
+    for _ in range(3):
+        senders.outbox().put(lambda: sent.append("first"))
+    outboxes[-1].put(done.set)
+    queued.set()
+    senders.stop()
+    assert sent == ["first"] * 3 + ["more"] * 20

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ class LlmModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
+        arrival = time.monotonic()
         for request in requests:
             parameters = json.loads(request.parameters() or "{}")
             forwarded = parameters.pop(FORWARDED, None)
@@ -59,7 +61,7 @@ class LlmModel:
             error: RequestError
             try:
                 given = parameters if forwarded is None else json.loads(forwarded)
-                self._submit(request, given, sender, outbox)
+                self._submit(request, given, sender, outbox, arrival)
                 continue
             except RequestError as refused:
                 # with its traceback it would hold this frame, and the request in it, in a cycle
@@ -89,7 +91,7 @@ class LlmModel:
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
         self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
-    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Outbox) -> None:
+    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Outbox, arrival: float) -> None:
         inputs = read(request)
         kind = prompt_kind(inputs)
         conversation = request.correlation_id()
@@ -102,7 +104,7 @@ class LlmModel:
             own_call = parameters.get(SELF_CALL) == self._link.secret
             self._loop.with_turns(lambda turns: _follow(turns, conversation, end, own_call))
             return
-        call = decode(request, parameters, kind, start, inputs, tokenizer, limits)
+        call = decode(request, parameters, kind, start, inputs, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +54,7 @@ def decode(
     inputs: Inputs,
     tokenizer: Tokenizer,
     limits: Limits,
+    arrival: float,
 ) -> Call:
     """Read a ``pb_utils.InferenceRequest`` with a prompt.
 
@@ -66,11 +66,11 @@ def decode(
         inputs: its inputs.
         tokenizer: of the model.
         limits: of the engine.
+        arrival: when it came (time.monotonic).
 
     Raises:
         InvalidArgument: naming the input or key at fault.
     """
-    arrival = time.monotonic()
     params = sampling_params(inputs, parameters, limits.vocab_size)
     options = read_options(inputs)
     kv = read_kv(inputs, limits.kv_dtype)
