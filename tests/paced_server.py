@@ -48,8 +48,8 @@ def response(text: str, tokens: int, final: bool = False) -> service_pb2.ModelSt
     for name, value in (("text_output", text), ("finish_reason", "length" if final else "")):
         infer.outputs.add(name=name, datatype="BYTES", shape=[1, 1])
         infer.raw_output_contents.append(len(value).to_bytes(4, "little") + value.encode())
-    infer.outputs.add(name="num_output_tokens", datatype="UINT32", shape=[1, 1])
-    infer.raw_output_contents.append(tokens.to_bytes(4, "little"))
+    infer.outputs.add(name="token_ids", datatype="INT32", shape=[1, tokens])
+    infer.raw_output_contents.append(bytes(4 * tokens))
     return message
 
 

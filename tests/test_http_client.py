@@ -26,8 +26,8 @@ HELLO = "Größe 日本 🙂\u2028."
 
 def hello(exchange: Exchange) -> None:
     exchange.head()
-    exchange.event(text_output=HELLO, finish_reason="", token_ids=[5, 6], num_input_tokens=3, num_output_tokens=2)
-    exchange.event(text_output="!", finish_reason="stop", token_ids=7, num_input_tokens=3, num_output_tokens=1)
+    exchange.event(text_output=HELLO, finish_reason="", token_ids=[5, 6], num_input_tokens=3)
+    exchange.event(text_output="!", finish_reason="stop", token_ids=7, num_input_tokens=3)
     exchange.end()
 
 
@@ -58,7 +58,7 @@ def first_then(then):
 
     def script(exchange: Exchange) -> None:
         exchange.head()
-        exchange.event(text_output="a", finish_reason="", token_ids=1, num_output_tokens=1)
+        exchange.event(text_output="a", finish_reason="", token_ids=1)
         then(exchange)
 
     return script
@@ -110,7 +110,6 @@ def test_a_stream_and_its_chunks():
             "exclude_input_in_output": True,
             "return_finish_reason": True,
             "return_num_input_tokens": True,
-            "return_num_output_tokens": True,
             "return_token_ids": True,
             "sampling_parameters": '{"max_tokens": 3}',
         }

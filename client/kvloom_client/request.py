@@ -12,7 +12,7 @@ from kvloom_client.errors import InvalidArgument
 Message = Mapping[str, Any]
 Value = str | bool | int | list[int]
 
-_ASKED_FOR = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "return_token_ids")
+_ASKED_FOR = ("return_finish_reason", "return_num_input_tokens", "return_token_ids")
 _ON_REQUEST = ("return_logprobs", "return_cumulative_logprob", "return_usage")
 _ABOUT_A_CONVERSATION = ("status", "cancel", "end")
 _NUMBERS = ("stream_interval_ms", "priority", "deadline_ms")

@@ -123,18 +123,28 @@ def encoder(
         echo: what the answer begins with.
     """
     cumulative = 0.0
+    # a tensor takes longer to make than to send; those that say the same again are sent again
+    kept: dict[str, tuple[object, Any]] = {}
+
+    def keep(name: str, value: object, make: Callable[[], Any]) -> Any:
+        if name not in kept or kept[name][0] != value:
+            kept[name] = (value, make())
+        return kept[name][1]
+
+    def count(name: str, value: int) -> Any:
+        return keep(name, value, lambda: pb_utils.Tensor(name, np.array([[value]], dtype=np.uint32)))
 
     def encode(delta: Delta) -> list[Any]:
         nonlocal echo, cumulative
         tensors = [string("text_output", echo + delta.text)]
         echo = ""
         if "finish_reason" in outputs:
-            tensors.append(string("finish_reason", delta.finish_reason or ""))
+            reason = delta.finish_reason or ""
+            tensors.append(keep("finish_reason", reason, lambda: string("finish_reason", reason)))
         if "num_input_tokens" in outputs:
-            count = 0 if sequence is None else len(sequence.request.prompt_ids)
-            tensors.append(pb_utils.Tensor("num_input_tokens", np.array([[count]], dtype=np.uint32)))
+            tensors.append(count("num_input_tokens", 0 if sequence is None else len(sequence.request.prompt_ids)))
         if "num_output_tokens" in outputs:
-            tensors.append(pb_utils.Tensor("num_output_tokens", np.array([[len(delta.tokens)]], dtype=np.uint32)))
+            tensors.append(count("num_output_tokens", len(delta.tokens)))
         if "token_ids" in outputs:
             tensors.append(pb_utils.Tensor("token_ids", np.array([delta.token_ids], dtype=np.int32)))
         if "cumulative_logprob" in outputs:
