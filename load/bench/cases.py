@@ -37,7 +37,18 @@ class Scale:
 
 
 FULL = Scale()
-QUICK = Scale((1, 2), 16, 4, (32,), prefix=64, suffix=16, sharing=2, short=1, probes=1, settled=False)
+QUICK = Scale(
+    streams=(1, 2),
+    prompt=16,
+    new=4,
+    prefills=(32,),
+    prefix=64,
+    suffix=16,
+    sharing=2,
+    short=1,
+    probes=1,
+    settled=False,
+)
 
 SHORT_PREFILL = 1024
 """Prompts below it take less than a second."""
