@@ -91,7 +91,7 @@ def test_h38_http_times_are_of_tokens():
 
 def test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure(tmp_path):
     with paced(tmp_path / "log", TOKENS, FIRST_S, GAP_S, fail_every=4) as server:
-        seen = run_locust(server.url, Plan(seconds=3), users=4)
+        seen = run_locust(server.url, Plan(seconds=2), users=6)
         log = server.answers()
     whole = [answer for answer in log if not answer["failed"]]
     assert len(whole) == len(outcomes(seen, "ok")) == count(seen, "TTFT") == count(seen, "tokens/s") >= 5
@@ -201,7 +201,7 @@ def test_means_are_the_engines(server: Server, tmp_path):
     )
     # the first text of all is slow to become tokens, before the engine knows of it
     canary(server)
-    run = drive(server, Plan(seconds=4, lengths=lengths), users=2)
+    run = drive(server, Plan(seconds=3, lengths=lengths), users=2)
     figures = row(run, "default", Target())
     assert figures["ok"] >= 2
     assert figures["failed"] == figures["cut"] == 0
