@@ -104,7 +104,7 @@ def test_the_code_in_a_text_decides_the_kind_of_error(text, kind):
 
 def test_an_answer_without_a_reason_for_its_end_is_incomplete():
     with pytest.raises(IncompleteAnswer):
-        join([Chunk("half an ans", (1,), None, 1, 1)])
+        join([Chunk("half an ans", (1,), None, 1)])
 
 
 def test_cancel_ends_the_iteration_and_the_work(client, left_idle):

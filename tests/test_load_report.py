@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def chunk(text: str, tokens: int) -> Chunk:
-    return Chunk(text, (), None, 0, tokens)
+    return Chunk(text, (5,) * tokens, None, 0)
 
 
 def test_a_chunk_without_text_is_no_token():

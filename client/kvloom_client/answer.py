@@ -17,7 +17,6 @@ class Chunk:
         token_ids: tokens generated since the previous chunk, end and stop tokens included.
         finish_reason: why the answer ended (``stop``, ``length``, ...); None before the last chunk.
         num_input_tokens: tokens of the prompt.
-        num_output_tokens: how many ``token_ids`` there are.
         logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
         cumulative_logprob: sum of the log probabilities of every token so far; None unless asked for.
         usage: what the answer took (tokens, times in milliseconds, blocks), on the last chunk; None unless asked for.
@@ -27,10 +26,14 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     num_input_tokens: int
-    num_output_tokens: int
     logprobs: list[dict[str, Any]] | None = None
     cumulative_logprob: float | None = None
     usage: dict[str, Any] | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,11 @@ def chunk_of(outputs: Mapping[str, Any]) -> Chunk:
         ValueError: an output is not what its name promises.
     """
     logprobs, usage = _first(outputs, "logprobs"), _first(outputs, "usage")
-    token_ids = tuple(_many(outputs, "token_ids"))
     return Chunk(
         text=_first(outputs, "text_output") or "",
-        token_ids=token_ids,
+        token_ids=tuple(_many(outputs, "token_ids")),
         finish_reason=_first(outputs, "finish_reason") or None,
         num_input_tokens=_first(outputs, "num_input_tokens") or 0,
-        num_output_tokens=len(token_ids),
         logprobs=json.loads(logprobs) if logprobs else None,
         cumulative_logprob=_first(outputs, "cumulative_logprob"),
         usage=json.loads(usage) if usage else None,
@@ -87,7 +88,6 @@ def join(chunks: Sequence[Chunk]) -> Answer:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason,
         num_input_tokens=last.num_input_tokens,
-        num_output_tokens=sum(chunk.num_output_tokens for chunk in chunks),
         logprobs=[entry for part in logprobs for entry in part] if logprobs else None,
         cumulative_logprob=last.cumulative_logprob,
         usage=last.usage,
