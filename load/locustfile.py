@@ -10,8 +10,10 @@ import json
 import logging
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -36,6 +38,9 @@ TURNS = 4
 
 AFTER_FAILURE_S = 0.5
 """Seconds that a user waits after a failed answer."""
+
+PING_TIMEOUT_S = 5.0
+"""Seconds that the users wait for a server's first sign."""
 
 CYCLE_S = 60
 """Length of a scenario in a test without end."""
@@ -81,7 +86,11 @@ def _write(environment: Any, **_: Any) -> None:
 @cache
 def grpc_client(address: str) -> Client:
     """One connection for all users: with one for each, they would need as many of gevent's few threads."""
-    return Client(address)
+    client = Client(address)
+    # connecting, and all that gRPC does once, takes 40 ms; not in the time of the first answers
+    with suppress(KvloomClientError):  # if something is wrong, the answers will say so
+        client.control("ping", timeout=PING_TIMEOUT_S)
+    return client
 
 
 @cache
@@ -97,6 +106,7 @@ class StreamUser(User):
 
     abstract = True
     numbers = itertools.count()
+    connecting = threading.Lock()
 
     def on_start(self) -> None:
         """Prepare this user's own questions."""
@@ -105,7 +115,8 @@ class StreamUser(User):
         self.rng = random.Random(f"{options.seed} {next(self.numbers)}")
         self.kinds = read_kinds(Path(options.lengths))
         self.asks: Iterator[Ask] = requests(SCENARIOS[options.scenario], self.kinds, self.rng)
-        self.client = self.connect()
+        with self.connecting:  # the first one connects for all
+            self.client = self.connect()
 
     def connect(self) -> Client | HttpClient:
         """The client to ask with."""

@@ -2,6 +2,7 @@
 
 Run as ``paced_server.py LOG TOKENS FIRST_S GAP_S FAIL_EVERY``; prints its port. Writes a line of JSON for every answer:
 when the request came, and when each token went. Every FAIL_EVERY-th answer breaks off in its middle; 0: none does.
+A control request is answered at once, and not written down.
 """
 
 import asyncio
@@ -60,8 +61,11 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.number = 0
 
     async def ModelStreamInfer(self, requests, context) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
-        await anext(aiter(requests))
+        request = await anext(aiter(requests))
         received = time.monotonic()
+        if any(tensor.name == "control" for tensor in request.inputs):
+            yield response('{"ok": true}', 0, final=True)
+            return
         self.number += 1
         fails = self.fail_every and self.number % self.fail_every == 0
         sent = []

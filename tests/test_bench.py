@@ -228,10 +228,14 @@ def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
     assert record.absent == {grpc.name: "it may take 2.0 GiB of memory, and 1.9 are there for engines"}
 
 
-def test_a_step_is_profiled(monkeypatch):
+def test_a_step_is_profiled(monkeypatch, tmp_path):
     monkeypatch.setattr(profile_step, "PROMPT", 16)
     monkeypatch.setattr(profile_step, "NEW", 6)
-    settings = Settings.parse({"device": "cpu", "weights": "bf16", "kv_memory": "64MiB", "threads": "1"})
+    # the prompts are of the default model's tokens
+    model = make_tiny(tmp_path / "model", head_dim=64, vocab_size=default_spec().vocab_size)
+    settings = Settings.parse(
+        {"model": str(model), "device": "cpu", "weights": "bf16", "kv_memory": "64MiB", "threads": "1"}
+    )
     heard: list[str] = []
     profiles = profile_step.profile(settings, [2], heard.append)
     assert heard == ["steps of 2 streams, op by op", "steps of 2 streams, as it is served"]

@@ -83,7 +83,7 @@ def test_h38_http_times_are_of_tokens():
         log.append({"received": received, "sent": sent})
 
     with SseServer(*[script] * 100) as server:
-        seen = run_locust(server.url, Plan("SseUser", seconds=3), users=4)
+        seen = run_locust(server.url, Plan("SseUser", seconds=2), users=4)
     assert len(log) == len(outcomes(seen, "ok")) == len(seen.answers) >= 8
     assert count(seen, "ITL") == len(log) * (TOKENS - 1)
     assert_agree(seen, log)
@@ -214,6 +214,7 @@ def test_means_are_the_engines(server: Server, tmp_path):
     assert rows["ITL"] == pytest.approx(figures["itl_ms"]["mean"], rel=0.01)
     assert rows["answer"] == pytest.approx(figures["e2e_ms"]["mean"], rel=0.01)
     assert 1 < figures["engine"]["sequences_per_step"] <= 2
-    assert sum(size * count for size, count in figures["triton"]["llm"]["batches"]) == figures["ok"]
+    # one more is the ping with which the users connect
+    assert sum(size * count for size, count in figures["triton"]["llm"]["batches"]) == figures["ok"] + 1
     canary(server)
     assert_idle(server)
