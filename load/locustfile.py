@@ -198,7 +198,7 @@ class SseUser(StreamUser):
 
     def connect(self) -> HttpClient:
         """The client of all users."""
-        return http_client(self.host)
+        return http_client(self.host.removeprefix("http://"))
 
 
 class ChatUser(GrpcUser):

@@ -125,7 +125,7 @@ def drive(server: Server, plan: Plan, users: int, html: Path | None = None) -> R
     """
     with Client(server.grpc_url) as client:
         client.control("flush", timeout=plan.answer_timeout)
-    address = server.http_url.removeprefix("http://") if plan.user == "SseUser" else server.grpc_url
+    address = server.http_url if plan.user == "SseUser" else server.grpc_url
     before = {model: TritonStats.read(server.http_url, model) for model in MODELS}
     with Watch(server.metrics_url) as watch:
         seen = run_locust(address, plan, users, html)
