@@ -13,10 +13,14 @@ NEVER = None
 
 
 class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each request with the next error text, or with the text in a list, or never. Keeps the requests."""
+    """Answers each request with the next error text, or with the text in a list, or never. Keeps the requests.
 
-    def __init__(self, *answers: str | list[str] | None):
+    Listens on ``port``, 0 is a free one.
+    """
+
+    def __init__(self, *answers: str | list[str] | None, port: int = 0):
         self.answers = list(answers)
+        self.port = port
         self.requests: list[service_pb2.ModelInferRequest] = []
 
     def ModelStreamInfer(self, requests, context) -> Iterator[service_pb2.ModelStreamInferResponse]:
@@ -43,7 +47,7 @@ class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __enter__(self) -> "Scripted":
         self._server = grpc.server(ThreadPoolExecutor(2))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.url = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{self.port}')}"
         self._server.start()
         return self
 

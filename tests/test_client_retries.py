@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 
@@ -69,6 +70,23 @@ def test_no_connection_is_retried_within_the_timeout(ask):
         with pytest.raises(ConnectionFailed) as caught:
             ask(nowhere, retries=100, timeout=0.5)
         assert not caught.value.sent
+
+
+@pytest.mark.full
+def test_a_server_that_comes_late_is_found_soon():
+    """Of whom waits for it, gRPC's pauses between two tries grow, by default to two minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with Client(f"127.0.0.1:{port}") as client:
+        begin = time.monotonic()
+        while time.monotonic() < begin + 12:
+            with pytest.raises(ConnectionFailed):
+                client.generate(text_input="a")
+            time.sleep(0.2)
+        with Scripted(*[["yes"]] * 2, port=port):
+            there = time.monotonic()
+            assert client.generate(text_input="a", timeout=10, retries=20).text == "yes"
+            assert time.monotonic() - there < 5
 
 
 @both

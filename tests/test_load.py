@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import socket
 import statistics
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from kvloom.launch import Server
 from kvloom_load.arrivals import Arrivals
-from kvloom_load.drive import Plan, Seen, drive, run_locust
+from kvloom_load.drive import USERS, Plan, Seen, drive, run_locust
 from kvloom_load.figures import Target, row
 from launched import launched
 from paced_server import paced
@@ -110,6 +111,24 @@ def test_cancelled_answers_are_no_failures(tmp_path):
     assert len(outcomes(seen, "ok")) == count(seen, "answer") >= 3
     assert not outcomes(seen, "failed")
     assert all(answer.tokens < 64 for answer in outcomes(seen, "cancelled"))
+
+
+def assert_all_failed(seen: Seen) -> None:
+    [failures] = [entry["num_failures"] for entry in seen.statistics if entry["method"] == "answer"]
+    assert failures == len(outcomes(seen, "failed")) >= 2
+    assert not outcomes(seen, "ok")
+
+
+def test_a_server_that_never_answers_makes_answers_fail():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        plan = Plan(seconds=3, answer_timeout=1, stop_timeout=3)
+        assert_all_failed(run_locust(f"127.0.0.1:{silent.getsockname()[1]}", plan, users=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("user", USERS)
+def test_a_host_that_does_not_exist_makes_answers_fail(user):
+    assert_all_failed(run_locust("no-such-host.invalid:8000", Plan(user, seconds=2, answer_timeout=1), users=2))
 
 
 def in_flight(seen: Seen, moment: float) -> int:

@@ -23,6 +23,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     # the caller's address is meant as it is; a proxy from the environment would swallow 127.0.0.1
     ("grpc.enable_http_proxy", 0),
+    # else it grows to two minutes, in which a server that is back is not noticed
+    ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
 _NEVER_SENT = ("failed to connect to all addresses", "errors resolving")
