@@ -1,4 +1,4 @@
-"""What docker/ promises, as far as a machine without Docker shows it."""
+"""What docker/ promises, as far as a machine without Docker shows it (H36 of the faults that users reported)."""
 
 import json
 import os
