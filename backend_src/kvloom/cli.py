@@ -1,5 +1,6 @@
 """The ``kvloom`` command. What a command needs is imported inside it, so that ``--help`` comes at once."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from kvloom import access
 from kvloom.errors import KvloomError, LaunchError
 from kvloom.interrupts import Interrupts
 from kvloom.ports import HOST, Ports
@@ -82,6 +84,9 @@ def serve(
     model_repository: Repository = None,
     log_file: LogFile = None,
     exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30,
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Let clients register regions of /dev/shm: see docker/README.md.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Start tritonserver, and start it again whenever it fails, until Ctrl-C or SIGTERM."""
@@ -99,11 +104,14 @@ def serve(
                 binary=binary,
                 log_file=log_file,
                 exit_timeout_s=exit_timeout,
+                shared_memory=shared_memory,
                 verbose=verbose,
             )
             with ExitStack() as cleanup:
                 with _starting(verbose):
                     cleanup.enter_context(supervisor)
+                for warning in access.warnings(shared_memory, os.geteuid()):
+                    print(f"kvloom: warning: {warning}", file=sys.stderr)
                 addresses = (f"{name}={supervisor.ports.address(name)}" for name in ENDPOINTS)
                 print("kvloom ready", *addresses, flush=True)
                 supervisor.watch()

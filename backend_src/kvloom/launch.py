@@ -19,12 +19,14 @@ from types import TracebackType
 
 import psutil
 
-from kvloom import tritonserver
+from kvloom import access, tritonserver
 from kvloom.admin import digests
 from kvloom.errors import LaunchError
 from kvloom.ports import Ports
 from kvloom.processes import SHARED_MEMORY, Guard, alive, kill_group, remove_shared_memory, spawn, stubs_of
 from kvloom.repository import ModelRepository
+from kvloom.runfolder import run_folder
+from kvloom.secret import forget_secret
 from kvloom.serverlog import ServerLog
 from kvloom_client import Client, KvloomClientError
 
@@ -52,8 +54,9 @@ class Server:
 
     process: "subprocess.Popen[bytes]"
 
-    def __init__(self, ports: Ports, server_log: ServerLog, exit_timeout_s: int):
+    def __init__(self, ports: Ports, server_log: ServerLog, exit_timeout_s: int, shared_memory: bool):
         self.ports = ports
+        self._shared_memory = shared_memory
         self.shm_prefix = f"kvloom-{uuid.uuid4().hex[:12]}-"
         self._log = server_log
         self._exit_timeout_s = exit_timeout_s
@@ -73,6 +76,7 @@ class Server:
         log_file: Path | None = None,
         run_dir: Path | None = None,
         verbose: bool = False,
+        shared_memory: bool = False,
         start_timeout_s: float = 600.0,
         exit_timeout_s: int = 30,
         stop: threading.Event | None = None,
@@ -87,6 +91,7 @@ class Server:
             run_dir: folder that outlives this server, for what the next one shall find, like the journal of the
                 conversations; None: there is no next one.
             verbose: also copy its output to stderr.
+            shared_memory: let clients register shared memory, see `access`.
             start_timeout_s: seconds it may take to get ready.
             exit_timeout_s: seconds that a stop may take, most of them for running answers.
             stop: when set, the start is given up.
@@ -96,14 +101,14 @@ class Server:
             KeyboardInterrupt: ``stop`` was set. Nothing is left behind.
         """
         with ExitStack() as cleanup:
-            run_dir = run_dir or Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-")))
+            run_dir = run_dir or Path(cleanup.enter_context(run_folder()))
             workdir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="server-", dir=run_dir)))
             ports = ports.resolved()
             installation = tritonserver.find(binary, workdir)
             check_shared_memory(SHARED_MEMORY)
             server_log = ServerLog(log_file or run_dir / "tritonserver.log")
             file = cleanup.enter_context(server_log.file)
-            server = cls(ports, server_log, exit_timeout_s)
+            server = cls(ports, server_log, exit_timeout_s, shared_memory)
             journal = run_dir / "journal"
             repository.write(
                 workdir / "models",
@@ -117,6 +122,7 @@ class Server:
                 cleanup.callback(server_log.follow())
             options = server._options(workdir / "models", installation.backends)
             server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
+            cleanup.callback(forget_secret, server.process.pid)
             cleanup.callback(server._end_processes)
             server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
             deadline = time.monotonic() + start_timeout_s
@@ -192,9 +198,7 @@ class Server:
     def _options(self, models: Path, backends: Path) -> list[str]:
         return [
             f"--model-repository={models}",
-            # explicit: a broken model can be loaded again without a restart
-            "--model-control-mode=explicit",
-            "--load-model=*",
+            *access.options(self._shared_memory),
             # the config is complete; completing it would load every model's Python twice
             "--disable-auto-complete-config",
             f"--backend-directory={backends}",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from kvloom.heartbeat import Heartbeat
 from kvloom.launch import Server
 from kvloom.ports import Ports
 from kvloom.repository import ModelRepository
+from kvloom.runfolder import run_folder
 
 LOOK_S = 0.5
 STABLE_S = 60.0
@@ -82,7 +82,7 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         with ExitStack() as cleanup:
-            self._run_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvloom-")))
+            self._run_dir = Path(cleanup.enter_context(run_folder()))
             health = HealthEndpoint(self.ports.host, self.ports.health, lambda: self.ready)
             cleanup.callback(health.close)
             cleanup.callback(self._stop_server)

@@ -1,0 +1,26 @@
+"""Where the launcher keeps what a server needs while it runs."""
+
+import logging
+import re
+import tempfile
+
+log = logging.getLogger(__name__)
+
+PLAIN = re.compile(r"[A-Za-z0-9._/+-]*")
+"""Names that a shell takes as they are."""
+
+FALLBACK = "/tmp"
+
+
+def run_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Make a folder that only this user may enter, and that is removed in the end.
+
+    Triton's Python backend starts its processes through a shell and does not quote the model's path: a blank in it
+    hangs the start, and what stands between backquotes is executed. So the folder lies below TMPDIR only where that is
+    a plain name.
+    """
+    folder = tempfile.gettempdir()
+    if not PLAIN.fullmatch(folder):
+        log.warning("TMPDIR=%s has characters that Triton can't take; using %s", ascii(folder), FALLBACK)
+        folder = FALLBACK
+    return tempfile.TemporaryDirectory(prefix="kvloom-", dir=folder)
