@@ -308,7 +308,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
     ended: list[int] = []
     llm.script = {"ping": ping}
-    link = serving.link.Link(ended.append)
+    link = serving.link.Link("secret", ended.append)
     link.end(1)
     link.end(2)
     wait_until(lambda: sorted(ended) == [1, 2])
@@ -317,7 +317,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
 @pytest.mark.parametrize("taken_in", ["call", "pause"])
 def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving, llm, monkeypatch, taken_in):
-    link = serving.link.Link(lambda conversation: None)
+    link = serving.link.Link("secret", lambda conversation: None)
     wait = link._stopping.wait
 
     def pause(seconds: float) -> bool:

@@ -1,5 +1,6 @@
 """From settings to an engine that is ready to serve."""
 
+import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,12 @@ from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native
 from kvloom.placement import free_on, with_device
 from kvloom.plan import plan_memory
+from kvloom.private import trusted_folder
 from kvloom.runner import Runner
 from kvloom.scheduler import Scheduler
 from kvloom.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_num_threads(settings.step_threads)
-    use_native(cache_folder("ops"))
+    _use_native()
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     free = free_on(device)
@@ -109,6 +113,13 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     )
     give_back_freed()
     return Assembly(engine, tokenizer, limits)
+
+
+def _use_native() -> None:
+    try:
+        use_native(trusted_folder(cache_folder("ops")))
+    except OSError as error:
+        log.warning("the CPU ops run in plain torch, several times slower: %s", error)
 
 
 def _journal(folder: str, tokenizer: Tokenizer) -> Journal | None:

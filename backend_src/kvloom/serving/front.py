@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 import uuid
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from kvloom.errors import Internal, InvalidArgument, RequestError, Unavailable
+from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError, Unavailable
 from kvloom.faults import logged
+from kvloom.secret import server_secret
 from kvloom.serving.control import read_control
-from kvloom.serving.fields import FORWARDED, RETURNED, flag, one, prompt_kind, read
+from kvloom.serving.fields import RETURNED, flag, one, prompt_kind, read
 from kvloom.serving.link import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call, tensor
+from kvloom.serving.parameters import forwarded, read_parameters
 from kvloom.serving.sender import ERROR, CancelWatcher, Sender
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,11 @@ class GenerateModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Start watching for clients that leave."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
+        try:
+            self._secret = server_secret(os.getppid())
+        except SetupError as error:
+            log.error("%s", error)
+            raise pb_utils.TritonModelException(str(error)) from error
         self._watcher = CancelWatcher()
         self._calls = Calls()
 
@@ -43,7 +51,7 @@ class GenerateModel:
         for request in requests:
             sender = Sender(request)
             try:
-                forward = _Forward(request, sender, self._calls)
+                forward = _Forward(request, sender, self._calls, self._secret)
                 threading.Thread(target=forward.run, name="kvloom-forward", daemon=True).start()
                 self._watcher.watch(sender, forward.cancel)
                 continue
@@ -65,7 +73,8 @@ class GenerateModel:
 class _Forward:
     """One request on its way to `llm` and back."""
 
-    def __init__(self, request: Any, sender: Sender, calls: Calls):
+    def __init__(self, request: Any, sender: Sender, calls: Calls, secret: str):
+        read_parameters(request.parameters(), None)
         inputs = read(request)
         if prompt_kind(inputs) == "control" and read_control(inputs).op != "ping":
             raise InvalidArgument("control", "generate takes only ping; it has no conversations")
@@ -92,7 +101,7 @@ class _Forward:
             given + ours,
             ["text_output", "finish_reason", *(self._asked - {"finish_reason"})],
             request.request_id(),
-            {FORWARDED: request.parameters() or "{}"},
+            forwarded(request.parameters(), secret),
         )
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.serving.control import PING
-from kvloom.serving.fields import SELF_CALL
+from kvloom.serving.parameters import self_call
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +108,16 @@ class Link:
     `llm` calls itself, from a thread of its own; such calls change no state of the engine. Its clients act on the same
     ids meanwhile. What they start is not ended: `taken` takes back what is not done yet, and what was being done just
     then is told to `ended`, which may have it started again.
-
-    Attributes:
-        secret: by this request parameter's value `llm` knows its own calls.
     """
 
-    def __init__(self, ended: Callable[[int | str], None]):
-        """Start the thread. Args: ended: told of each id that Triton has been made to forget; must not block."""
-        self.secret = uuid.uuid4().hex
+    def __init__(self, secret: str, ended: Callable[[int | str], None]):
+        """Start the thread.
+
+        Args:
+            secret: the server's, by which `llm` knows its own calls.
+            ended: told of each id that Triton has been made to forget; must not block.
+        """
+        self._secret = secret
         self._ended = ended
         self._lock = threading.Lock()
         # the flag that each id shall get, and how often that was tried
@@ -180,7 +182,7 @@ class Link:
         wrong: str | None = None
         try:
             for response in self._calls.responses(
-                control_call(PING, conversation, flag, parameters={SELF_CALL: self.secret})
+                control_call(PING, conversation, flag, parameters=self_call(self._secret))
             ):
                 if response.has_error():
                     wrong = response.error().message()

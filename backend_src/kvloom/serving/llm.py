@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+import os
 import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,11 +18,13 @@ from kvloom.engine import Engine
 from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.loop import Loop
 from kvloom.request import Sequence
+from kvloom.secret import server_secret
 from kvloom.serving.control import act, read_control
-from kvloom.serving.fields import FORWARDED, SELF_CALL, prompt_kind, read, returned
+from kvloom.serving.fields import prompt_kind, read, returned
 from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
+from kvloom.serving.parameters import Parameters, read_parameters
 from kvloom.serving.sender import CancelWatcher, Sender
 from kvloom.serving.stream import ResponseStream, fail
 from kvloom.serving.wire import decode, encoder
@@ -38,14 +42,17 @@ class LlmModel:
         """Read the settings, load the model, start the threads."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         parameters = json.loads(args["model_config"])["parameters"]
-        self._link = Link(self._forgotten_by_triton)
-        try:
-            settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
-            self._loop = Loop(lambda: self._assemble(settings))
-        except SetupError as error:
-            self._link.stop()
-            log.error("%s", error)
-            raise pb_utils.TritonModelException(str(error)) from error
+        with ExitStack() as on_error:
+            try:
+                settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
+                self._secret = server_secret(os.getppid())
+                self._link = Link(self._secret, self._forgotten_by_triton)
+                on_error.callback(self._link.stop)
+                self._loop = Loop(lambda: self._assemble(settings))
+            except SetupError as error:
+                log.error("%s", error)
+                raise pb_utils.TritonModelException(str(error)) from error
+            on_error.pop_all()
         self._senders = Senders()
         self._watcher = CancelWatcher()
         self._admin_token = settings.admin_token
@@ -55,13 +62,12 @@ class LlmModel:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
         arrival = time.monotonic()
         for request in requests:
-            parameters = json.loads(request.parameters() or "{}")
-            forwarded = parameters.pop(FORWARDED, None)
-            sender, outbox = Sender(request, errors_as_data=forwarded is not None), self._senders.outbox()
+            sender, outbox = Sender(request), self._senders.outbox()
             error: RequestError
             try:
-                given = parameters if forwarded is None else json.loads(forwarded)
-                self._submit(request, given, sender, outbox, arrival)
+                parameters = read_parameters(request.parameters(), self._secret)
+                sender.errors_as_data = parameters.forwarded
+                self._submit(request, parameters, sender, outbox, arrival)
                 continue
             except RequestError as refused:
                 # with its traceback it would hold this frame, and the request in it, in a cycle
@@ -91,7 +97,7 @@ class LlmModel:
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
         self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
-    def _submit(self, request: Any, parameters: dict[str, Any], sender: Sender, outbox: Outbox, arrival: float) -> None:
+    def _submit(self, request: Any, parameters: Parameters, sender: Sender, outbox: Outbox, arrival: float) -> None:
         inputs = read(request)
         kind = prompt_kind(inputs)
         conversation = request.correlation_id()
@@ -101,10 +107,9 @@ class LlmModel:
             stream = ResponseStream(sender, outbox, encoder(returned(inputs), tokenizer))
             act(read_control(inputs), conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
             # after what it asks for: a refused one is heard of in `execute`
-            own_call = parameters.get(SELF_CALL) == self._link.secret
-            self._loop.with_turns(lambda turns: _follow(turns, conversation, end, own_call))
+            self._loop.with_turns(lambda turns: _follow(turns, conversation, end, parameters.self_call))
             return
-        call = decode(request, parameters, kind, start, inputs, tokenizer, limits, arrival)
+        call = decode(request, parameters.given, kind, start, inputs, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)

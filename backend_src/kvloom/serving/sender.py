@@ -31,18 +31,13 @@ class Sender:
         closed: the final mark was sent.
         left: nobody waits for what is on its way: the client was seen to be gone, or was given up.
         given_up: the latter.
+        errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
+            model calls another, Triton loses an error that comes after a response, and its final mark with it.
     """
 
-    def __init__(self, request: Any, errors_as_data: bool = False):
-        """Take over a request's responses.
-
-        Args:
-            request: a ``pb_utils.InferenceRequest``.
-            errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
-                model calls another, Triton loses an error that comes after a response, and its final mark with it.
-        """
-        self.closed = self.left = self.given_up = False
-        self._errors_as_data = errors_as_data
+    def __init__(self, request: Any):
+        """Take over the responses of a ``pb_utils.InferenceRequest``."""
+        self.closed = self.left = self.given_up = self.errors_as_data = False
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
 
@@ -57,7 +52,7 @@ class Sender:
     def fail(self, text: str) -> None:
         """Send an error as the final response."""
         text = _travels(text)
-        if self._errors_as_data:
+        if self.errors_as_data:
             self.send([string("text_output", text), string("finish_reason", ERROR)], True)
         else:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
