@@ -121,7 +121,11 @@ def main() -> None:
     user = int(image["USER"])
     environment["HOME"] = "/home/kvloom"
     in_chroot(
-        root, "python3 -c 'from kvloom.fetch import default_model; print(default_model())'", environment, "/", user
+        root,
+        "python3 -c 'from kvloom.models.fetch import default_model; print(default_model())'",
+        environment,
+        "/",
+        user,
     )
     used = subprocess.run(["du", "-sm", str(root / "opt/kvloom")], check=True, capture_output=True, text=True).stdout
     print(f"/opt/kvloom: {used.split()[0]} MiB")

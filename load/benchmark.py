@@ -28,7 +28,7 @@ from bench.readme import ResultsError, filled
 from bench.record import Record, RecordError
 from bench.variants import IN_PROCESS, Variant, about, variants
 from kvloom.config import Settings
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom_load.counts import counts
 from kvloom_load.machine import cpu

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvloom.errors import KvloomError
-from kvloom.repository import ModelRepository, parse_assignments
+from kvloom.launcher.repository import ModelRepository, parse_assignments
 from kvloom_client import KvloomClientError
 from kvloom_load import report
 from kvloom_load.comparisons import COMPARISONS, Comparison, ComparisonName, Configuration, serve

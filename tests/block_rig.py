@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.request import Plan, Request, SamplingParams, Sequence
-from kvloom.scheduler import Costs, Scheduler
+from kvloom.scheduling.scheduler import Costs, Scheduler
 
 BLOCK = 4
 ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvloom.fetch import cache_folder
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
+from kvloom.models.fetch import cache_folder
 from kvloom.ops.native import stop_using_native, use_native
-from kvloom.repository import ModelRepository
 from kvloom_client import Client
 from server import SETTINGS
 

@@ -3,7 +3,7 @@
 import functools
 
 from bench.floors import Machine
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom.models.spec import ModelSpec
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvloom.assemble import assemble
 from kvloom.config import Settings
+from kvloom.conversation.lifecycle import Triton
+from kvloom.engine.build import assemble
 from kvloom.errors import RequestError
-from kvloom.lifecycle import Triton
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
 
 REQUEST_FIELDS = {"arrival", "logprobs", "deadline", "priority", "cache_salt", "retain_s"}

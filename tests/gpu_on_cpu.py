@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from kvloom.decode_steps import DecodeSteps
-from kvloom.gpu_runner import GpuRunner
-from kvloom.gpu_step import GpuStep
+from kvloom.executor.decode_steps import DecodeSteps
+from kvloom.executor.gpu_runner import GpuRunner
+from kvloom.executor.gpu_step import GpuStep
+from kvloom.executor.runner import Runner
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
-from kvloom.runner import Runner
 
 
 class Recorder:

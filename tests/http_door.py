@@ -5,7 +5,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 
 
 def post(server: Server, body: Any, endpoint: str = "generate", timeout: float = 120) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tokenizers import Tokenizer
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom.ops.linear_float import kernel_rows
 from kvloom_client import Client, RequestFailed
 from tiny_models import EOS

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import psutil
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom_client import Client
 
 SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queue": "256", "threads": "1"}

@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
-from kvloom.tokenizer import Tokenizer as KvloomTokenizer
+from kvloom.text.tokenizer import Tokenizer as KvloomTokenizer
 
 GREEDY: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())
 

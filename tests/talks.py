@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_driver import Answer, Driver
-from kvloom.conversations import ConversationId, Turn
+from kvloom.conversation.registry import ConversationId, Turn
 from kvloom.request import Request, SamplingParams, Sequence
-from kvloom.residency import Costs
+from kvloom.scheduling.residency import Costs
 
 
 class Triton:

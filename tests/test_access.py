@@ -23,10 +23,10 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from http_door import post
-from kvloom import access, tritonserver
-from kvloom.launch import Server
-from kvloom.ports import Ports
-from kvloom.repository import ModelRepository
+from kvloom.launcher import access, tritonserver
+from kvloom.launcher.launch import Server
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from launched import launched
 from server import REFERENCE, SETTINGS, assert_idle, canary, eventually

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvloom.errors import LaunchError, SettingsError
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Answer, Client, InvalidArgument, Unavailable
 from kvloom_client.answer import join
 from many_endings import nothing_is_left

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.interrupts import Interrupts
-from kvloom.terminal import Chat
+from kvloom.launcher.interrupts import Interrupts
+from kvloom.launcher.terminal import Chat
 from server import assert_idle, canary
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
-from kvloom.cli import app
+from kvloom.launcher.cli import app
 from kvloom_client import AsyncClient, Client, InvalidArgument, NotFound, UnknownSequence
 from server import assert_idle
 from tiny_server import GREEDY, tokens

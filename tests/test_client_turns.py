@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from kvloom.interrupts import Interrupts
-from kvloom.terminal import Chat
+from kvloom.launcher.interrupts import Interrupts
+from kvloom.launcher.terminal import Chat
 from kvloom_client import (
     AnswerTimeout,
     AsyncClient,

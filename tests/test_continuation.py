@@ -3,10 +3,10 @@
 import pytest
 from transformers import AutoTokenizer
 
-from kvloom.continuation import Chat, go_on
+from kvloom.conversation.continuation import Chat, go_on
 from kvloom.errors import InvalidArgument
-from kvloom.residency import Costs
-from kvloom.tokenizer import Tokenizer
+from kvloom.scheduling.residency import Costs
+from kvloom.text.tokenizer import Tokenizer
 from talks import Talks
 from tiny_models import EOS, make_tiny
 

@@ -5,8 +5,8 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.continuation import Chat, answer_text, go_on
-from kvloom.tokenizer import Tokenizer
+from kvloom.conversation.continuation import Chat, answer_text, go_on
+from kvloom.text.tokenizer import Tokenizer
 from some_tokenizers import sentencepiece
 from talks import Talks
 from tiny_models import make_sentencepiece_tiny

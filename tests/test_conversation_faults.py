@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from engine_driver import Driver
-from kvloom.answer import Answer as AnswerInMaking
+from kvloom.engine.answer import Answer as AnswerInMaking
 from kvloom.errors import Internal, Unavailable
 from talks import talks
 from tiny_models import make_tiny

@@ -6,12 +6,12 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
 from engine_driver import Answer
-from kvloom import turns
-from kvloom.conversations import Conversations, Turn
+from kvloom.conversation import turns
+from kvloom.conversation.lifecycle import Lifecycle
+from kvloom.conversation.registry import Conversations, Turn
+from kvloom.conversation.turns import Turns
 from kvloom.errors import Internal, InvalidArgument, NotFound, Unavailable
-from kvloom.lifecycle import Lifecycle
 from kvloom.request import Delta, FinishReason, Request, Sampled, SamplingParams, Sequence
-from kvloom.turns import Turns
 from life import LifeMachine, live
 from talks import Triton
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from transformers import AutoTokenizer
 
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
 from kvloom_client.request import Place, build_control
 from server import assert_idle, eventually, metrics

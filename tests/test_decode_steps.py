@@ -8,10 +8,12 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 
 from engine_driver import Driver
-from kvloom import assemble, decode_steps
-from kvloom.decode_steps import DecodeSteps
-from kvloom.fetch import cache_folder
+from kvloom.engine import build
+from kvloom.executor import decode_steps
+from kvloom.executor.decode_steps import DecodeSteps
+from kvloom.executor.runner import build_batch
 from kvloom.models import decoder
+from kvloom.models.fetch import cache_folder
 from kvloom.models.footprint import recorded_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops import native
@@ -20,8 +22,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.native import library, stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.recording import Recorder, Recording
-from kvloom.runner import build_batch
-from kvloom.scheduler import Costs
+from kvloom.scheduling.scheduler import Costs
 from tiny_models import make_tiny, to_gguf
 
 BLOCK = 16
@@ -97,7 +98,7 @@ def test_steps_of_every_kind_of_weights(tmp_path, compared, weights, tied):
 
 @pytest.mark.parametrize("swap_memory", ["64MiB", "0"])
 def test_a_crowd_that_comes_goes_and_gives_its_blocks_away(folder, compared, monkeypatch, swap_memory):
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
     driver = Driver(folder, kv_blocks=12, swap_memory=swap_memory, max_running=9, max_batch_tokens=48)
     rng = random.Random(1)
     for _ in range(12):
@@ -210,7 +211,7 @@ def test_what_was_recorded_is_not_replayed_once_its_memory_is_gone(folder, monke
 
 def test_without_the_library_nothing_is_recorded(folder, monkeypatch):
     expected = Driver(folder).answer([5, 6, 7], max_tokens=8).ids
-    monkeypatch.setattr(assemble, "use_native", lambda *_: stop_using_native())
+    monkeypatch.setattr(build, "use_native", lambda *_: stop_using_native())
     driver = Driver(folder)
     assert steps_of(driver)._recorder is None
     assert driver.answer([5, 6, 7], max_tokens=8).ids == expected

@@ -21,12 +21,12 @@ import typer
 import yaml
 
 from in_small_memory import use
-from kvloom import cli, launch, processes, tritonserver
 from kvloom.errors import LaunchError
-from kvloom.health import HealthEndpoint
-from kvloom.launch import Server
-from kvloom.ports import Ports
-from kvloom.repository import ModelRepository
+from kvloom.launcher import cli, launch, processes, tritonserver
+from kvloom.launcher.health import HealthEndpoint
+from kvloom.launcher.launch import Server
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client, HttpClient
 from launched import KVLOOM
 from server import SETTINGS

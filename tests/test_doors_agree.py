@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from http_door import answer, events
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from server import REFERENCE, assert_idle, canary
 from tiny_models import make_tiny

@@ -11,8 +11,8 @@ import pytest
 
 from engine_driver import Answer, Driver
 from kvloom.admin import admits, digest, digests
+from kvloom.engine.thread import Loop, Pulse
 from kvloom.errors import InvalidArgument, Unavailable
-from kvloom.loop import Loop, Pulse
 from kvloom.request import FinishReason, Request, SamplingParams
 from kvloom.serving.control import Control, act
 from kvloom_client import Client, HttpClient, RequestFailed

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 from kvloom.ops import native
 from kvloom.ops.logprobs import token_logprobs
 from kvloom.ops.native import stop_using_native, use_native

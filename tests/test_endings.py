@@ -11,12 +11,13 @@ import psutil
 import pytest
 
 from engine_driver import Answer, Driver
-from kvloom import assemble, runner
+from kvloom.engine import build
+from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, Unavailable
+from kvloom.executor import runner
 from kvloom.kv.transfer import copy_blocks
-from kvloom.loop import Loop
 from kvloom.request import FinishReason, Request, SamplingParams, Sequence, Slice
-from kvloom.scheduler import Costs
+from kvloom.scheduling.scheduler import Costs
 from tiny_models import EOS, make_tiny
 
 
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def swapping_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying a block may take longer than computing a tiny model's few tokens again."""
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
 
 
 # Mixed endings

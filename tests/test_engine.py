@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 
 from engine_driver import Answer, Driver
-from kvloom.engine import Engine
+from kvloom.engine.engine import Engine
+from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, InvalidArgument, Unavailable
-from kvloom.loop import Loop
 from kvloom.request import FinishReason, Request, SamplingParams
 from tiny_models import make_tiny
 

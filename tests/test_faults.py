@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from engine_driver import Answer
-from kvloom.conversations import Turn
+from kvloom.conversation.registry import Turn
+from kvloom.engine.thread import Loop
 from kvloom.errors import NotFound
-from kvloom.loop import Loop
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
 from kvloom.serving.control import Control, act
 from talks import Talks

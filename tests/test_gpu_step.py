@@ -8,16 +8,16 @@ import torch
 
 from engine_driver import Answer, Driver
 from gpu_on_cpu import Recorder, runner_factory
-from kvloom import assemble
 from kvloom.config import Settings
+from kvloom.engine import build
 from kvloom.errors import Internal, SettingsError
-from kvloom.gpu_runner import GpuRunner
-from kvloom.graphs import DecodeGraphs, graph_sizes
+from kvloom.executor.gpu_runner import GpuRunner
+from kvloom.executor.graphs import DecodeGraphs, graph_sizes
+from kvloom.executor.next_step import NextStep
+from kvloom.executor.step_buffers import Draws, StepBuffers
 from kvloom.models.decoder import Batch
-from kvloom.next_step import NextStep
-from kvloom.placement import with_device
-from kvloom.scheduler import Costs
-from kvloom.step_buffers import Draws, StepBuffers
+from kvloom.planning.placement import with_device
+from kvloom.scheduling.scheduler import Costs
 from talks import Talks
 from tiny_models import make_tiny
 
@@ -127,9 +127,9 @@ def test_the_smallest_graph_that_fits_is_replayed_and_the_largest_recorded_first
 
 @pytest.mark.parametrize("record", [Recorder(), None], ids=["graphs", "eager"])
 def test_answers_are_those_of_the_cpus_runner(model, monkeypatch, record):
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
     expected = answers(model)
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, record))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 5, 128, record))
     assert answers(model) == expected
     assert record is None or record.replays > 20
 
@@ -142,7 +142,7 @@ def test_a_server_of_one_sequence_at_a_time(model, monkeypatch):
         return got.ids
 
     expected = answer()
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 1, 128, Recorder()))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 1, 128, Recorder()))
     assert len(expected) == 8
     assert answer() == expected
 
@@ -184,8 +184,8 @@ def test_what_was_prepared_is_what_would_be_built(model, monkeypatch):
                 assert torch.equal(a, b) and a.dtype is b.dtype if isinstance(a, torch.Tensor) else a == b, name
         return batch, drawn
 
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 5, 128, Recorder()))
     monkeypatch.setattr(GpuRunner, "_inputs", checked)
     answers(model)
     # prompts, swaps and endings in between
@@ -203,7 +203,7 @@ def test_the_host_works_while_the_device_computes(model, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 5, 128, Recorder()))
     driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
     step = driver.engine._runner._step
     monkeypatch.setattr(step, "launch", noting("launch", step.launch))
@@ -227,7 +227,7 @@ def test_the_host_works_while_the_device_computes(model, monkeypatch):
 
 
 def test_nobody_hears_of_an_end_before_the_last_delta(model, monkeypatch):
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 5, 128, Recorder()))
     driver = Talks(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
     log: list[str] = []
     append, end = Answer.append, driver.triton.end
@@ -255,7 +255,7 @@ def test_nobody_hears_of_an_end_before_the_last_delta(model, monkeypatch):
 
 
 def test_rows_whose_logits_are_not_finite_fail_alone(model, monkeypatch):
-    monkeypatch.setattr(assemble, "Runner", runner_factory(64, 5, 128, Recorder()))
+    monkeypatch.setattr(build, "Runner", runner_factory(64, 5, 128, Recorder()))
     driver = Driver(model, kv_blocks=64, max_running=5, max_batch_tokens=64, context_length=128)
     step = driver.engine._runner._step
     forward = step._decoder.forward

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvloom import heartbeat
-from kvloom.heartbeat import Heartbeat
+from kvloom.launcher import heartbeat
+from kvloom.launcher.heartbeat import Heartbeat
 
 ALIVE = {"op": "ping", "ok": True, "since_step_s": 0.0, "failed_steps": 0, "draining": False}
 Says = Callable[[dict[str, Any]], dict[str, Any] | None]

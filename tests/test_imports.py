@@ -10,9 +10,10 @@ PACKAGE = ROOT / "backend_src" / "kvloom"
 
 BASE = {"kvloom.errors", "kvloom.config", "kvloom.request"}
 SUBMODULES = {f"kvloom.{path.stem}" for path in PACKAGE.glob("*.py")}
+SCHEDULING = ("waiting", "timers", "residency", "scheduler")
 PLAIN = {
     f"kvloom.{name}"
-    for name in ("kv.blocks", "kv.cache", "waiting", "timers", "observations", "residency", "scheduler")
+    for name in ("kv.blocks", "kv.cache", "engine.observations", *map("scheduling.{}".format, SCHEDULING))
 }
 """The scheduler and what it stands on: no torch, neither directly nor through what they import."""
 
@@ -87,7 +88,8 @@ def test_ops_know_nothing_of_ours(module):
 @pytest.mark.parametrize("module", in_folder("models"))
 def test_models_stand_on_ops_and_codecs(module):
     assert all(
-        name.startswith(("kvloom.models.", "kvloom.ops.")) or name in BASE | {"kvloom.kv.codec", "kvloom.tokenizer"}
+        name.startswith(("kvloom.models.", "kvloom.ops."))
+        or name in BASE | {"kvloom.kv.codec", "kvloom.text.tokenizer"}
         for name in ours(module)
     ), ours(module)
 
@@ -117,7 +119,9 @@ def test_a_server_without_a_gpu_never_imports_triton():
     assert all(module.startswith("kvloom.ops.gpu.") for module in users)
 
 
-@pytest.mark.parametrize("module", ["kvloom.gpu_step", "kvloom.graphs", "kvloom.step_buffers"])
+@pytest.mark.parametrize(
+    "module", ["kvloom.executor.gpu_step", "kvloom.executor.graphs", "kvloom.executor.step_buffers"]
+)
 def test_a_step_on_a_gpu_needs_no_settings(module):
     """So that the GPU check runs with little more than torch and triton."""
     assert not {name for used in reached(module) | {module} for name in MODULES[used]} & {"pydantic", "gguf"}

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from engine_driver import Driver
 from kvloom.config import Settings
-from kvloom.conversations import Conversation
+from kvloom.conversation.journal import Journal
+from kvloom.conversation.registry import Conversation
 from kvloom.errors import SettingsError
-from kvloom.journal import Journal
 from kvloom.request import FinishReason
 from talks import Talks
 from test_continuation import FORGETS_THOUGHTS, answer_to, user

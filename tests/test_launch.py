@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from kvloom import tritonserver
 from kvloom.errors import LaunchError, ModelError, SettingsError
-from kvloom.launch import Server
-from kvloom.ports import Ports
-from kvloom.repository import ModelRepository, parse_assignments
-from kvloom.serverlog import ServerLog
+from kvloom.launcher import tritonserver
+from kvloom.launcher.launch import Server
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.repository import ModelRepository, parse_assignments
+from kvloom.launcher.serverlog import ServerLog
 from launched import KVLOOM, child, health, serve
 from server import SETTINGS, Footprint, canary
 

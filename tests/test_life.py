@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
-from kvloom import scheduler
 from kvloom.kv.cache import KEY_TYPES
 from kvloom.request import SamplingParams, Sequence
-from kvloom.scheduler import Costs
+from kvloom.scheduling import scheduler
+from kvloom.scheduling.scheduler import Costs
 from life import LifeMachine, live
 
 TOKENS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=2 * BLOCK)

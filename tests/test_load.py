@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.drive import USERS, Plan, Seen, drive, run_locust
 from kvloom_load.figures import Target, row

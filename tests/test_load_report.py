@@ -15,8 +15,8 @@ from google.protobuf import text_format
 from matplotlib.image import imread
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Chunk
 from kvloom_load import comparisons, report
 from kvloom_load.arrivals import Arrivals

@@ -12,7 +12,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvloom.errors import ModelError
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.spec import ModelSpec, rope_inv_freq, tensor_shapes
 from kvloom.models.weights import ModelFiles, open_model
 from tiny_models import HEADS, LLAMA3_ROPE, edit_config, edit_tensors, make_tiny, to_gguf

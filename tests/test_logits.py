@@ -17,15 +17,15 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from float64_llama import Float64Llama
-from kvloom.fetch import cache_folder, default_model
+from kvloom.executor.runner import build_batch
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
+from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.weights import open_model
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.request import Request, SamplingParams, Sequence, Slice
-from kvloom.runner import build_batch
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.tokenizer import Tokenizer
 from some_tokenizers import default_metadata, default_tokenizer
 from tiny_models import HEADS, LLAMA3_ROPE, edit_tensors, make_tiny, to_gguf
 

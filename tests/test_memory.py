@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.memory import free_memory, size_bytes, size_text
+from kvloom.planning.memory import free_memory, size_bytes, size_text
 
 GIB = 2**30
 MIB = 2**20

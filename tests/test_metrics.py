@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
-from kvloom.engine import Stats
+from kvloom.engine.engine import Stats
 
 TYPES = {
     "kvloom_requests_running": "gauge",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import is_buildable, library, stop_using_native, use_native

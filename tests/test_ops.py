@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write

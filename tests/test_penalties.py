@@ -11,15 +11,15 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from kvloom import sampler
-from kvloom.bans import banned_tokens
+from kvloom.decoding import sampler
+from kvloom.decoding.sampler import choose
 from kvloom.errors import InvalidArgument
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 from kvloom.ops import penalties
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.request import Request, Sampled, SamplingParams, Sequence
-from kvloom.sampler import choose
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.bad_words import banned_tokens
+from kvloom.text.tokenizer import Tokenizer
 from some_tokenizers import byte_level_metadata, default_tokenizer
 
 VOCAB = 500

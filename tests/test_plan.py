@@ -21,8 +21,8 @@ from kvloom.models import gpu_footprint
 from kvloom.models.footprint import step_bytes, weights_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_float import OneDnnLinear, packed_bytes
-from kvloom.plan import LEAST_HEADROOM, Plan, plan_memory
-from kvloom.plan_report import Report
+from kvloom.planning.plan import LEAST_HEADROOM, Plan, plan_memory
+from kvloom.planning.report import Report
 from tiny_models import make_tiny
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def planned(spec, free: int = 4 * GIB, **settings: object) -> Plan:
 
 
 def run_plan(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from kvloom.cli import main; main()", "plan", *map(str, arguments)]
+    command = [sys.executable, "-c", "from kvloom.launcher.cli import main; main()", "plan", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

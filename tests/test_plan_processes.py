@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.footprint import SAMPLER_LOGITS
 from kvloom.models.weights import open_model
-from kvloom.plan import LEAST_HEADROOM
+from kvloom.planning.plan import LEAST_HEADROOM
 from test_plan import planned
 
 MIB = 2**20
@@ -70,10 +70,10 @@ def status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 import torch
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 from kvloom.ops.native import use_native
 from kvloom.request import Request, SamplingParams, Sequence
-from kvloom.sampler import choose
+from kvloom.decoding.sampler import choose
 
 torch.set_num_threads(2)
 assert use_native(cache_folder("ops"))

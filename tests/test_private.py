@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvloom import assemble, secret, tritonserver
+from kvloom import secret
+from kvloom.engine import build
 from kvloom.errors import LaunchError, ModelError
-from kvloom.fetch import Packaged, fetch
+from kvloom.launcher import tritonserver
+from kvloom.launcher.runfolder import run_folder
+from kvloom.models.fetch import Packaged, fetch
 from kvloom.private import private_folder, trusted_folder
-from kvloom.runfolder import run_folder
 from kvloom.serving.parameters import Parameters, forwarded, read_parameters, self_call
 from launched import launched
 from server import SETTINGS
@@ -67,7 +69,7 @@ def test_libraries_are_not_loaded_from_where_others_may_write(tmp_path, monkeypa
         trusted_folder(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assemble._use_native()
+        build._use_native()
     assert "the CPU ops run in plain torch" in caplog.text
     assert list(folder.iterdir()) == []
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client, InvalidArgument, RequestFailed
 from server import SETTINGS, assert_idle, canary, metrics
 from tiny_models import EOS

@@ -13,8 +13,8 @@ import tritonclient.grpc as triton
 from transformers import AutoTokenizer
 
 from http_door import answer, events, post, refusal
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from server import SETTINGS, assert_idle, canary, metrics
 from tiny_models import make_tiny

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from http_door import post
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom_client import Client, RequestFailed
 from tiny_server import tokens
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tritonclient.grpc import service_pb2_grpc
 
 from kvloom.errors import LaunchError, ModelError
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client, wire
 from kvloom_client.request import build_request
 from server import REFERENCE, SETTINGS, assert_idle, canary, metrics

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.weights import open_model
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.tokenizer import Tokenizer
 from kvloom_client import Client
 from server import REFERENCE, assert_idle, canary
 

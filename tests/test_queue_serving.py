@@ -10,7 +10,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom_client import Answer, Client, RequestFailed, Unavailable, wire
 from kvloom_client.answer import join
 from kvloom_client.request import build_request

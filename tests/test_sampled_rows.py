@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom import sampler
+from kvloom.decoding import sampler
+from kvloom.decoding.sampler import choose
 from kvloom.errors import Internal
 from kvloom.request import Request, Sampled, SamplingParams, Sequence
-from kvloom.sampler import choose
 
 pytestmark = pytest.mark.usefixtures("torch_or_native")
 

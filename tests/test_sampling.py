@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from kvloom.decoding.sampler import uniforms
 from kvloom.ops import sampling
 from kvloom.ops.native import stop_using_native
 from kvloom.ops.sampling import greedy, sample
-from kvloom.sampler import uniforms
 
 VOCAB = 50
 

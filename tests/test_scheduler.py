@@ -9,7 +9,7 @@ import pytest
 
 from block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig, counts, unlike
 from kvloom.request import Request, SamplingParams, Sequence
-from kvloom.scheduler import AGEING_S, Costs
+from kvloom.scheduling.scheduler import AGEING_S, Costs
 
 # Budget
 

@@ -3,8 +3,8 @@
 import pytest
 
 from block_rig import BLOCK, Clock, Rig, counts, unlike
-from kvloom import scheduler
 from kvloom.request import Sequence
+from kvloom.scheduling import scheduler
 
 # Sharing
 

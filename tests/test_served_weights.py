@@ -8,18 +8,18 @@ from transformers import AutoModelForCausalLM
 from bench.weights_quality import measure, text_windows
 from engine_driver import Driver
 from kvloom.errors import SettingsError
-from kvloom.fetch import cache_folder, default_model
 from kvloom.models import gpu_footprint
 from kvloom.models.decoder import Decoder
+from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.footprint import weights_bytes
-from kvloom.models.served import ServedWeights, served_weights
 from kvloom.models.smoothing import MOST_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
 from kvloom.models.spec import tensor_shapes
+from kvloom.models.weight_conversion import ServedWeights, served_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.tokenizer import Tokenizer
 from tiny_models import make_tiny, to_gguf
 
 WEIGHTS = ("fp32", "bf16", "int8", "int4", "w8a8")

@@ -130,7 +130,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, llm: Llm) -> Iterator[Any]:
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)
-    names = ("sender", "stream", "link", "front")
+    names = ("sender", "stream", "self_calls", "generate")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(f"kvloom.serving.{name}") for name in names})
     finally:
@@ -223,7 +223,7 @@ def test_who_is_given_up_while_it_is_looked_at_is_given_up(serving):
 
 @pytest.fixture
 def generate(serving: Any) -> Iterator[Any]:
-    model = serving.front.GenerateModel()
+    model = serving.generate.GenerateModel()
     model.initialize({})
     yield model
     model.finalize()
@@ -308,7 +308,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
     ended: list[int] = []
     llm.script = {"ping": ping}
-    link = serving.link.Link("secret", ended.append)
+    link = serving.self_calls.Link("secret", ended.append)
     link.end(1)
     link.end(2)
     wait_until(lambda: sorted(ended) == [1, 2])
@@ -317,7 +317,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
 @pytest.mark.parametrize("taken_in", ["call", "pause"])
 def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving, llm, monkeypatch, taken_in):
-    link = serving.link.Link("secret", lambda conversation: None)
+    link = serving.self_calls.Link("secret", lambda conversation: None)
     wait = link._stopping.wait
 
     def pause(seconds: float) -> bool:
@@ -331,7 +331,7 @@ def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(link._stopping, "wait", pause)
-    monkeypatch.setattr(serving.link, "RETRY_S", 0.01)
+    monkeypatch.setattr(serving.self_calls, "RETRY_S", 0.01)
     llm.script = {"ping": ping}
     link.end(1)
     time.sleep(0.3)

@@ -5,17 +5,17 @@ import time
 import pytest
 import torch
 
-from kvloom.decode_steps import DecodeSteps
-from kvloom.engine import Engine, Limits
-from kvloom.fetch import cache_folder
+from kvloom.engine.engine import Engine, Limits
+from kvloom.executor.decode_steps import DecodeSteps
+from kvloom.executor.runner import Runner
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
+from kvloom.models.fetch import cache_folder
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.request import Delta, Request, SamplingParams, Sequence
-from kvloom.runner import Runner
-from kvloom.scheduler import Costs, Scheduler
+from kvloom.scheduling.scheduler import Costs, Scheduler
 from some_tokenizers import default_tokenizer
 
 BLOCK_SIZE, BLOCKS, VOCAB = 32, 2400, 49_152

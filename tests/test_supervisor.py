@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from kvloom import heartbeat, supervisor
 from kvloom.errors import LaunchError
-from kvloom.heartbeat import Heartbeat
-from kvloom.launch import Server
-from kvloom.ports import Ports
-from kvloom.processes import stubs_of
-from kvloom.repository import ModelRepository
-from kvloom.supervisor import Supervisor
+from kvloom.launcher import heartbeat, supervisor
+from kvloom.launcher.heartbeat import Heartbeat
+from kvloom.launcher.launch import Server
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.processes import stubs_of
+from kvloom.launcher.repository import ModelRepository
+from kvloom.launcher.supervisor import Supervisor
 from kvloom_client import (
     AnswerTimeout,
     Client,

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.text import TextStream
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.stop_strings import TextStream
+from kvloom.text.tokenizer import Tokenizer
 from some_tokenizers import GREEDY, TRICKY, default_tokenizer, sentencepiece_metadata
 
 

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
-from kvloom.chat import parse_messages
 from kvloom.errors import InvalidArgument, ModelError
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.chat import parse_messages
+from kvloom.text.tokenizer import Tokenizer
 from some_tokenizers import (
     GREEDY,
     TRICKY,

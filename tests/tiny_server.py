@@ -13,8 +13,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Answer, Client
 from server import assert_idle, eventually, metrics
 from tiny_models import make_tiny

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvloom.executor.step_buffers import Draws
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks as move_blocks
@@ -18,7 +19,6 @@ from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
 from kvloom.ops.sampling import NOT_FINITE, pick
-from kvloom.step_buffers import Draws
 from kvloom_gpu import reference
 from kvloom_gpu.launches import BLOCK_SIZE, Shape
 from kvloom_gpu.sizes import Sizes

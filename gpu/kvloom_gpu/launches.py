@@ -9,13 +9,13 @@ from unittest.mock import patch
 import torch
 
 import kvloom.ops.gpu
-from kvloom.gpu_step import GpuStep
+from kvloom.executor.gpu_step import GpuStep
+from kvloom.executor.step_buffers import Draws
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom.ops.gpu import use_triton_everywhere
-from kvloom.step_buffers import Draws
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 32

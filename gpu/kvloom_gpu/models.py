@@ -2,11 +2,11 @@
 
 import torch
 
+from kvloom.executor.step_buffers import Draws
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.models.spec import ModelSpec, tensor_shapes
-from kvloom.step_buffers import Draws
 from kvloom_gpu.launches import BLOCK_SIZE
 
 

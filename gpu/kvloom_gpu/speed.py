@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvloom.executor.step_buffers import Draws
 from kvloom.kv.codec import LayerCache
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
@@ -15,7 +16,6 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.sampling import pick
-from kvloom.step_buffers import Draws
 from kvloom_gpu.bench import Clock
 from kvloom_gpu.launches import BLOCK_SIZE
 from kvloom_gpu.models import greedy_draws, storage_for

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvloom.gpu_step import GpuStep
-from kvloom.graphs import CudaRecorder, Record
+from kvloom.executor.gpu_step import GpuStep
+from kvloom.executor.graphs import CudaRecorder, Record
 from kvloom.models.decoder import Decoder
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom_gpu.bench import Clock

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvloom.fetch import cache_folder
+from kvloom.models.fetch import cache_folder
 
 REQUIREMENTS = Path(__file__).parent / "engines" / "requirements"
 HOW = "make bench-peers sets it up"

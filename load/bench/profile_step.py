@@ -19,11 +19,11 @@ from unittest.mock import patch
 from bench.floors import Floors, Machine
 from bench.prompts import PromptSource
 from bench.variants import IN_PROCESS
-from kvloom import decode_steps, runner
-from kvloom.assemble import assemble
 from kvloom.config import Settings
-from kvloom.engine import Engine
-from kvloom.loop import Loop
+from kvloom.engine.build import assemble
+from kvloom.engine.engine import Engine
+from kvloom.engine.thread import Loop
+from kvloom.executor import decode_steps, runner
 from kvloom.models import decoder
 from kvloom.models.spec import ModelSpec
 from kvloom.request import Delta, Request, SamplingParams, Slice

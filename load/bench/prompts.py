@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from pydoc_data.topics import topics
 
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.tokenizer import Tokenizer
 
 BEGINNING = 8
 """Tokens that tell two prompts apart: fewer than any engine's prefix cache shares."""

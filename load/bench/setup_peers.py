@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.peers import REQUIREMENTS, Environment, model_path
 from bench.weights import write_folders
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 
 LOG_LINES = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import OWN, Environment, model_path
-from kvloom.fetch import default_model
+from kvloom.models.fetch import default_model
 
 KV_GIB = 1
 """Memory for the cache that every engine gets, as far as it can be told. A round's tokens nearly fill it."""

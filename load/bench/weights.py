@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from bench.peers import model_path
-from kvloom.fetch import default_model
-from kvloom.gguf_tokenizer import build
+from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom.models.spec import ModelSpec
+from kvloom.text.gguf_tokenizer import build
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloom.config import Settings
-from kvloom.dtypes import DTYPES, activations_name, weights_name
-from kvloom.fetch import cache_folder, default_model
+from kvloom.executor.runner import build_batch
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
+from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.footprint import weights_bytes
-from kvloom.models.served import served_weights
+from kvloom.models.weight_conversion import served_weights
 from kvloom.models.weights import ModelFiles, open_model
 from kvloom.ops.native import use_native
+from kvloom.planning.dtypes import DTYPES, activations_name, weights_name
 from kvloom.request import Request, SamplingParams, Sequence, Slice
-from kvloom.runner import build_batch
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 512

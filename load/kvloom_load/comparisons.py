@@ -11,8 +11,8 @@ from typing import Literal
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from kvloom.launch import Server
-from kvloom.repository import SOURCE, ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import SOURCE, ModelRepository
 from kvloom_load.drive import UserName
 from kvloom_load.scenarios import ScenarioName
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvloom.launch import Server
+from kvloom.launcher.launch import Server
 from kvloom_client import Client
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE

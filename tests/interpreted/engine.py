@@ -8,9 +8,10 @@ from gguf import GGMLQuantizationType as GgmlType
 
 from engine_driver import Driver
 from gpu_on_cpu import Recorder, runner_factory
-from kvloom import assemble, dtypes
+from kvloom.engine import build
 from kvloom.ops.gpu import use_triton_everywhere
-from kvloom.scheduler import Costs
+from kvloom.planning import dtypes
+from kvloom.scheduling.scheduler import Costs
 from tiny_models import make_tiny, to_gguf
 
 BLOCK = 16
@@ -25,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _swapping_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
+    monkeypatch.setattr(build, "measure_costs", lambda *_: Costs(copy_block_s=0.0, compute_token_s=1.0))
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -71,6 +72,6 @@ def test_greedy_tokens_are_the_cpus(model, model_in_groups, monkeypatch, weights
     expected = answers(files, weights)
     use_triton_everywhere(True)
     record = Recorder()
-    monkeypatch.setattr(assemble, "Runner", runner_factory(24, 5, 96, record))
+    monkeypatch.setattr(build, "Runner", runner_factory(24, 5, 96, record))
     assert answers(files, weights) == expected
     assert record.replays > 10

@@ -1,0 +1,1 @@
+"""The KV cache: blocks, who uses them, and the memory behind them."""

@@ -1,0 +1,1 @@
+"""Model files, what a model is made of, its weights and what they take."""

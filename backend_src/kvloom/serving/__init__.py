@@ -1,0 +1,1 @@
+"""The models that Triton's Python backend runs: the only code that knows Triton."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvloom.admin import NO_TOKEN, WRONG_TOKEN, admits
-from kvloom.conversations import ConversationId
+from kvloom.conversation.registry import ConversationId
 from kvloom.errors import InvalidArgument, RequestError
 from kvloom.request import Delta, FinishReason, Sink
 from kvloom.serving.fields import Inputs, one
@@ -15,8 +15,8 @@ from kvloom.serving.sampling import json_object, validate
 
 if TYPE_CHECKING:
     # `generate` needs no engine
-    from kvloom.loop import Loop
-    from kvloom.turns import Turns
+    from kvloom.conversation.turns import Turns
+    from kvloom.engine.thread import Loop
 
 PING = json.dumps({"op": "ping"})
 

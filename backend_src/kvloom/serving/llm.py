@@ -11,24 +11,24 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from kvloom.assemble import Assembly, assemble
 from kvloom.config import Settings
-from kvloom.conversations import ConversationId, Turn
-from kvloom.engine import Engine
+from kvloom.conversation.registry import ConversationId, Turn
+from kvloom.conversation.turns import Turns
+from kvloom.engine.build import Assembly, assemble
+from kvloom.engine.engine import Engine
+from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, RequestError, SetupError
-from kvloom.loop import Loop
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
 from kvloom.serving.control import act, read_control
 from kvloom.serving.fields import prompt_kind, read, returned
-from kvloom.serving.link import END, START, Link
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
+from kvloom.serving.self_calls import END, START, Link
 from kvloom.serving.sender import CancelWatcher, Sender
 from kvloom.serving.stream import ResponseStream, fail
 from kvloom.serving.wire import decode, encoder
-from kvloom.turns import Turns
 
 log = logging.getLogger(__name__)
 

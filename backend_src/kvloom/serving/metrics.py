@@ -5,9 +5,9 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
-from kvloom.engine import Stats
+from kvloom.engine.engine import Stats
+from kvloom.engine.thread import Loop
 from kvloom.faults import logged
-from kvloom.loop import Loop
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from kvloom.admission import Limits
-from kvloom.chat import Message, parse_messages
 from kvloom.errors import InvalidArgument
 from kvloom.request import Delta, Request, Sequence
+from kvloom.scheduling.admission import Limits
 from kvloom.serving.fields import Inputs, flag, many, one, returned
 from kvloom.serving.options import read_kv, read_options
 from kvloom.serving.sampling import sampling_params
 from kvloom.serving.sender import string
-from kvloom.tokenizer import Tokenizer
+from kvloom.text.chat import Message, parse_messages
+from kvloom.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from importlib.metadata import version
 from typing import Any
 
 from bench.engines.protocol import Prompts, serve
-from kvloom.launch import Server
-from kvloom.repository import ModelRepository
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import AsyncClient
 
 

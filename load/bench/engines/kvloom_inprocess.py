@@ -6,9 +6,9 @@ import time
 from importlib.metadata import version
 
 from bench.engines.protocol import Prompts, serve
-from kvloom.assemble import assemble
 from kvloom.config import Settings
-from kvloom.loop import Loop
+from kvloom.engine.build import assemble
+from kvloom.engine.thread import Loop
 from kvloom.request import Delta, Request, SamplingParams
 
 

@@ -1,5 +1,5 @@
 """Triton looks for this class in this file; it lives in the kvloom package."""
 
-from kvloom.serving.front import GenerateModel as TritonPythonModel
+from kvloom.serving.generate import GenerateModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

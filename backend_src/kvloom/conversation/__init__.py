@@ -1,0 +1,1 @@
+"""Conversations: their turns, what they keep between two turns, and their journal."""

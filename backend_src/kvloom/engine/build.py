@@ -1,0 +1,131 @@
+"""From settings to an engine that is ready to serve."""
+
+import logging
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvloom.config import Settings
+from kvloom.conversation.journal import Journal
+from kvloom.conversation.lifecycle import Triton
+from kvloom.engine.engine import Engine
+from kvloom.engine.measure import measure_costs
+from kvloom.errors import SettingsError
+from kvloom.executor.decode_steps import DecodeSteps
+from kvloom.executor.gpu_runner import GpuRunner
+from kvloom.executor.runner import Runner
+from kvloom.kv.blocks import BlockPool
+from kvloom.kv.cache import BlockCache
+from kvloom.kv.codec import BlockGeometry
+from kvloom.kv.pages import PagesAhead
+from kvloom.kv.storage import Storage
+from kvloom.models.decoder import Decoder
+from kvloom.models.fetch import cache_folder, default_model
+from kvloom.models.weight_conversion import served_weights
+from kvloom.models.weights import open_model
+from kvloom.ops.native import use_native
+from kvloom.planning.dtypes import CODECS, DTYPES, activations_name
+from kvloom.planning.memory import give_back_freed
+from kvloom.planning.placement import free_on, with_device
+from kvloom.planning.plan import plan_memory
+from kvloom.private import trusted_folder
+from kvloom.scheduling.admission import Limits
+from kvloom.scheduling.scheduler import Scheduler
+from kvloom.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine, the tokenizer of its model, and what the engine takes."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    limits: Limits
+
+
+def assemble(settings: Settings, triton: Triton | None = None, *, record: bool = True) -> Assembly:
+    """Load the model and build everything around it.
+
+    Args:
+        settings: the server's.
+        triton: hears which conversations there are; None: there is no Triton.
+        record: False to compute every decode step of a CPU op by op, for who wants to see the ops.
+
+    Raises:
+        SettingsError: a setting does not fit the model or the machine.
+        ModelError: the model can't be loaded.
+    """
+    settings = with_device(settings)
+    device = torch.device(settings.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.set_num_threads(settings.step_threads)
+    _use_native()
+    files = open_model(default_model() if settings.model == "default" else Path(settings.model))
+    spec = files.spec
+    free = free_on(device)
+    plan = plan_memory(spec, settings, free.device, free.host)
+    dtype, codec = DTYPES[activations_name(settings)], CODECS[plan.kv_dtype]
+    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
+
+    geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
+    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
+    storage = Storage(codec, geometry, plan.blocks, device)
+    host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
+    # before the pool's pages come in a thread, which would be measured, too
+    costs = measure_costs(decoder, storage, host_storage, settings.block_size)
+    # a chosen pool that does not fit as a whole may still do as far as it is used
+    ahead = None if on_gpu or plan.left < 0 else PagesAhead(storage.memory, plan.block_bytes)
+    cache = BlockCache(
+        plan.blocks,
+        settings.block_size,
+        settings.prefix_cache,
+        plan.retain_blocks,
+        settings.test_block_hash,
+        first_use=None if ahead is None else ahead.used,
+    )
+    host = BlockPool(plan.swap_blocks)
+    if on_gpu:
+        limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
+        runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
+    else:
+        decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length, record=record)
+        runner = Runner(decoder, storage, host_storage, settings.block_size, decodes)
+    scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
+    limits = Limits(
+        context_length=plan.context_length,
+        vocab_size=spec.vocab_size,
+        max_queue=settings.max_queue,
+        kv_dtype=plan.kv_dtype,
+        queue_timeout_s=settings.queue_timeout_ms / 1e3,
+        max_conversations=settings.max_conversations,
+        conversation_idle_s=settings.conversation_idle_s,
+        fail_after_tokens=settings.test_fail_after_tokens,
+    )
+    engine = Engine(
+        runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir, tokenizer)
+    )
+    give_back_freed()
+    return Assembly(engine, tokenizer, limits)
+
+
+def _use_native() -> None:
+    try:
+        use_native(trusted_folder(cache_folder("ops")))
+    except OSError as error:
+        log.warning("the CPU ops run in plain torch, several times slower: %s", error)
+
+
+def _journal(folder: str, tokenizer: Tokenizer) -> Journal | None:
+    if not folder:
+        return None
+    try:
+        return Journal(Path(folder), tokenizer.identity)
+    except (OSError, sqlite3.Error) as error:
+        raise SettingsError(f"setting journal_dir={folder!r}: {error}") from error

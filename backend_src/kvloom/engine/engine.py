@@ -1,0 +1,377 @@
+"""The engine: requests in, steps, deltas out. Used by one thread at a time (see thread.py)."""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvloom.conversation.journal import Journal
+from kvloom.conversation.lifecycle import Lifecycle, NoTriton, Triton
+from kvloom.conversation.registry import Conversations
+from kvloom.conversation.turns import Turns
+from kvloom.engine.answer import Answer
+from kvloom.engine.observations import Observations
+from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
+from kvloom.executor.runner import Runner
+from kvloom.faults import logged
+from kvloom.kv.blocks import BlockPool
+from kvloom.kv.cache import BlockCache
+from kvloom.request import Delta, FinishReason, Holding, Plan, Request, Sampled, Sequence, Sink
+from kvloom.scheduling.admission import Admission, Limits
+from kvloom.scheduling.scheduler import Scheduler
+from kvloom.scheduling.timers import Timers
+from kvloom.text.bad_words import banned_tokens
+from kvloom.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_NO_END = Internal("the answer could not be ended")
+"""What a client hears where its answer's end itself was a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The engine at one moment; counters count since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    conversations: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_swapped: int = 0
+    swaps: int = 0
+    recomputes: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Submit, step, commit.
+
+    Every request that ``submit`` took ends in exactly one final delta, and ends in one place, ``_end``.
+
+    Args:
+        triton: hears which conversations there are; None: there is no Triton.
+        journal: keeps conversations for an engine after this one; None: nobody does.
+
+    Attributes:
+        observations: measured values, for histograms.
+        steps: how many steps have finished.
+        failed_steps: how many have failed since the last one that finished.
+        draining: no request is taken any more.
+        turns: its conversations.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        cache: BlockCache,
+        host: BlockPool,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        triton: Triton | None = None,
+        journal: Journal | None = None,
+    ):
+        self.observations = Observations()
+        self.steps = 0
+        self.failed_steps = 0
+        self.draining = False
+        self._runner = runner
+        self._scheduler = scheduler
+        self._cache = cache
+        self._host = host
+        self._tokenizer = tokenizer
+        self._limits = limits
+        # the last token of a sequence needs no room: its KV is never computed
+        self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
+        self._answers: dict[Sequence, Answer] = {}
+        # what goes out, deltas to their sinks and all else, and whether it waits until the next step is being computed
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._holds_back = False
+        self._timers = Timers()
+        self._tokens: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._admission = Admission(limits, cache, scheduler)
+        register = Conversations(limits.max_conversations, limits.conversation_idle_s)
+        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal, self._post)
+        self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
+        lifecycle.restore()
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served; as ``Admission.check``."""
+        self._admission.check(request)
+
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served; as there."""
+        self._admission.check_prompt(ids)
+
+    def refusal(self, sequence: Sequence) -> Unavailable | None:
+        """Why a request can't be taken just now."""
+        if self.draining:
+            return Unavailable("the server is shutting down and takes no new requests")
+        return self._admission.refusal(sequence, also_waiting=self.turns.queued)
+
+    def submit(self, sequence: Sequence, sink: Sink) -> None:
+        """Queue a sequence whose request passed ``check``; its deltas go to ``sink``.
+
+        Raises:
+            Exception: a fault, of which ``sink`` has heard.
+        """
+        try:
+            refusal = self.refusal(sequence)
+            if refusal is None:
+                self.await_deadline(sequence)
+                self.begin(sequence, sink)
+        except Exception as fault:
+            self.answer_unbegun(sequence, sink, error=as_request_error(fault))
+            raise
+        if refusal is not None:
+            self.answer_unbegun(sequence, sink, error=refusal)
+
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding | None = None) -> None:
+        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
+
+        After a fault in here it has not begun.
+        """
+        answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
+        sequence.end_ids = answer.end_ids
+        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
+        if self._limits.queue_timeout_s:
+            # a turn of a conversation may have waited for the one before it: that is no queue's fault
+            since = sequence.request.arrival if held is None else time.monotonic()
+            self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
+        self._scheduler.add(sequence, held)
+        self._answers[sequence] = answer
+
+    def await_deadline(self, sequence: Sequence) -> None:
+        """End the answer so far when its deadline passes."""
+        if sequence.request.deadline is not None:
+            self._timers.add(sequence.request.deadline, "deadline", sequence)
+
+    def answer_unbegun(
+        self, sequence: Sequence, sink: Sink, reason: FinishReason | None = None, error: RequestError | None = None
+    ) -> None:
+        """End a sequence that was not begun with a reason or an error."""
+        self._timers.forget(sequence)
+        final = Delta("", (), error=error or _NO_END)
+        with logged(log, "request %s has ended with a fault", sequence.request.id):
+            answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
+            usage = answer.end(sequence, self._limits.kv_dtype)
+            if error is None:
+                final = Delta("", (), reason, usage=usage)
+        self._send_final(sink, final)
+
+    def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
+        """End a sequence's answer now, with ``error`` if given; nothing happens when it has ended already."""
+        if sequence in self._answers:
+            self.end(sequence, None if error else FinishReason.CANCELLED, error)
+        else:
+            self.turns.cancel(sequence)
+
+    def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
+        """End an answer that was begun."""
+        self._end(sequence, reason=reason, error=error)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every answer with ``error``."""
+        self.turns.fail_queued(error)
+        for sequence in list(self._answers):
+            with logged(log, "request %s has ended with a fault", sequence.request.id):
+                self._end(sequence, error=error)
+
+    def recover(self, error: RequestError) -> None:
+        """After a fault outside of a step: end every answer, and trust nothing that was computed.
+
+        A plan that was not carried out may have listed blocks that nobody computed, and counted on copies.
+        """
+        self.failed_steps += 1
+        self.fail_all(error)
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            # its end was the fault
+            with logged(log, "request %s was taken out with a fault", sequence.request.id):
+                self._scheduler.remove(sequence)
+        self.turns.recover()
+        self._cache.flush()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._answers)
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When it has something to do though nobody asked (``time.monotonic()``): then ``tick``."""
+        return self.turns.lifecycle.register.next_expiry
+
+    def tick(self) -> None:
+        """Do what is due between steps."""
+        self.turns.lifecycle.expire(time.monotonic())
+
+    def step(self) -> None:
+        """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
+
+        Where the runner overlaps, what a step sends is delivered while the next one is computed: the host waits then,
+        and so the threads that send have the time. All that decides about the next step is done before it is planned.
+        """
+        try:
+            self._step()
+        finally:
+            self._holds_back = False
+            if not self.busy:
+                self._deliver()
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        self._end_overdue(began)
+        plan = self._scheduler.plan()
+        for piece in plan.slices:
+            self._answers[piece.sequence].start(began)
+        try:
+            self._runner.move(plan)
+            if not plan.slices:
+                self._deliver()
+                return
+            run, overlaps = self._runner.run, self._runner.overlaps
+            outcomes = iter(run(plan.slices, self._deliver) if overlaps else run(plan.slices))
+        except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
+            log.exception("a step of %d sequences failed", len(plan.slices))
+            self.failed_steps += 1
+            self._scheduler.abandon(plan)
+            for piece in plan.slices:
+                self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
+            return
+        now = time.monotonic()
+        self._holds_back = overlaps
+        for piece in plan.slices:
+            piece.sequence.computed = piece.start + piece.count
+            if piece.samples:
+                self._commit(piece.sequence, next(outcomes), now)
+        self._observe(plan, now - began)
+
+    def flush(self) -> int:
+        """Drop the prefix cache; returns how many blocks could be found until now."""
+        return self._cache.flush()
+
+    def check_invariants(self) -> None:
+        """Assert that every block is accounted for; O(blocks)."""
+        self._scheduler.check()
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
+        self.turns.check()
+
+    def stats(self) -> Stats:
+        """A snapshot for metrics."""
+        return Stats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting) + self.turns.queued,
+            conversations=len(self.turns.lifecycle.register),
+            blocks_free=self._cache.free,
+            blocks_used=self._cache.used,
+            blocks_cached=self._cache.cached,
+            blocks_swapped=self._host.used,
+            swaps=self._scheduler.swaps,
+            recomputes=self._scheduler.recomputes,
+            prefix_queried=self._scheduler.prefix_queried,
+            prefix_hit=self._scheduler.prefix_hit,
+            prompt_tokens=self._tokens["prompt"],
+            generated_tokens=self._tokens["generated"],
+            finished=dict(self._finished),
+        )
+
+    def _end_overdue(self, now: float) -> None:
+        """End the answers whose deadline has passed, running or waiting, and those that waited too long to begin."""
+        for kind, sequence in self._timers.due(now):
+            if sequence not in self._answers:
+                self.turns.overdue(sequence)
+            elif kind == "deadline":
+                self._end(sequence, reason=FinishReason.DEADLINE)
+            elif sequence in self._scheduler.waiting and not sequence.preemptions:
+                limit = self._limits.queue_timeout_s
+                self._end(sequence, error=Unavailable(f"queue_timeout_ms: not begun within {limit * 1e3:.0f} ms"))
+
+    def _observe(self, plan: Plan, took: float) -> None:
+        self.steps += 1
+        self.failed_steps = 0
+        self.observations.add("step_seconds", took)
+        self.observations.add("step_tokens", sum(piece.count for piece in plan.slices))
+        self.observations.add("step_sequences", len(plan.slices))
+
+    def _commit(self, sequence: Sequence, outcome: Sampled | Exception, now: float) -> None:
+        """Append what was sampled, and end the answer where it ends."""
+        request, answer = sequence.request, self._answers[sequence]
+        fail_after = self._limits.fail_after_tokens
+        if fail_after and sequence.generated == fail_after and request.id.startswith("test-fail"):
+            outcome = Internal(f"test_fail_after_tokens={fail_after}")
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            text, reason = answer.take(sequence, outcome, now)
+        except Exception as error:  # noqa: BLE001 one answer's fault must not end its neighbours
+            log.exception("request %s failed", request.id)
+            self._end(sequence, error=as_request_error(error))
+            return
+        self._tokens["generated"] += 1
+        if sequence.generated == 1:
+            self._tokens["prompt"] += len(request.prompt_ids)
+        if reason is None:
+            self._send(answer.sink, Delta(text, (outcome,)))
+        else:
+            self._end(sequence, text, (outcome,), reason)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        text: str = "",
+        tokens: tuple[Sampled, ...] = (),
+        reason: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """Free or park what the sequence holds and send its final delta; text that was held back comes out first."""
+        answer = self._answers.pop(sequence)
+        self._timers.forget(sequence)
+        final = Delta("", (), error=error or _NO_END)
+        with logged(log, "request %s has ended with a fault", sequence.request.id):
+            usage = answer.end(sequence, self._limits.kv_dtype)
+            if error is None:
+                text += answer.text.flush()
+                if answer.text.stopped and reason is FinishReason.LENGTH:
+                    reason = FinishReason.STOP
+                final = Delta(text, tokens, reason, usage=usage)
+        try:
+            conversation = self.turns.settle(sequence, final.error)
+        except Exception:
+            # blocks may be lost, which is for who calls; it goes out all the same
+            self._send_final(answer.sink, Delta("", (), error=_NO_END))
+            raise
+        self._send_final(answer.sink, final)
+        if conversation is not None:
+            self.turns.proceed(conversation)
+
+    def _send_final(self, sink: Sink, final: Delta) -> None:
+        self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
+        self._send(sink, final)
+
+    def _send(self, sink: Sink, delta: Delta) -> None:
+        self._post(partial(sink, delta))
+
+    def _post(self, *calls: Callable[[], None]) -> None:
+        """The one way out; in order, whatever is held back."""
+        self._outbox.extend(calls)
+        if not self._holds_back:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Deliver all there is, whatever one of the receivers does."""
+        while self._outbox:
+            # not `logged`, which would take a microsecond for every token
+            try:
+                self._outbox.popleft()()
+            except Exception:  # noqa: BLE001 the others are to have theirs
+                log.exception("something could not be delivered")

@@ -1,0 +1,51 @@
+"""What copying and computing cost on this machine, measured once when the engine starts."""
+
+import time
+
+import torch
+
+from kvloom.executor.device import wait_for
+from kvloom.executor.runner import build_batch
+from kvloom.kv.blocks import blocks_for
+from kvloom.kv.storage import Storage
+from kvloom.kv.transfer import copy_blocks
+from kvloom.models.decoder import Decoder
+from kvloom.request import Request, SamplingParams, Sequence, Slice
+from kvloom.scheduling.residency import Costs
+
+PREFILL_TOKENS = 128
+"""Tokens of the measured prefill: enough to be bound by arithmetic, as a real one is."""
+
+COPY_BLOCKS = 16
+"""Blocks of the measured copy."""
+
+REPEATS = 3
+"""The fastest of so many counts: the first one warms up, and others may use the machine."""
+
+
+@torch.inference_mode()
+def measure_costs(decoder: Decoder, storage: Storage, host: Storage, block_size: int) -> Costs:
+    """Time a prefill and a copy to the host. Overwrites the first blocks of both storages; done before serving.
+
+    Returns:
+        The costs; copying is free where there is no host memory, and never done.
+    """
+    tokens = min(PREFILL_TOKENS, len(storage.blocks) * block_size, decoder.spec.context_length)
+    request = Request(id="measure", prompt_ids=(0,) * tokens, params=SamplingParams(), arrival=0.0)
+    sequence = Sequence(request)
+    sequence.blocks = list(range(blocks_for(tokens, block_size)))
+    device = storage.memory.device
+    batch = build_batch([Slice(sequence, 0, tokens)], block_size).to(device)
+    blocks = min(COPY_BLOCKS, len(host.blocks), len(storage.blocks))
+    moves = [(block, block) for block in range(blocks)]
+    prefill_s = copy_s = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        decoder.forward(batch, storage.layers)
+        wait_for(device)
+        middle = time.perf_counter()
+        copy_blocks(storage, host, moves)
+        wait_for(device)
+        prefill_s = min(prefill_s, middle - start)
+        copy_s = min(copy_s, time.perf_counter() - middle)
+    return Costs(copy_block_s=copy_s / max(blocks, 1), compute_token_s=prefill_s / tokens)

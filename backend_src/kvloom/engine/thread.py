@@ -1,0 +1,244 @@
+"""The one thread that owns all state: sequences, blocks and tensors."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvloom.conversation.registry import Turn
+from kvloom.conversation.turns import Turns
+from kvloom.engine.engine import Engine, Stats
+from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
+from kvloom.faults import logged
+from kvloom.request import Request, Sequence, Sink
+
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 3600.0
+"""Of the loop for a message: timeouts have a limit, settings have none."""
+
+Failed = Callable[[RequestError], None]
+"""Hears, from the loop's thread, why what was asked for does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the loop's thread does for another one.
+
+    Attributes:
+        act: does it.
+        failed: hears of what ``act`` raises, so that who waits for an answer gets one; None: nobody waits.
+    """
+
+    act: Callable[[], None]
+    failed: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How the loop is, told by itself between two steps.
+
+    Attributes:
+        since_step_s: seconds since a step finished or there was nothing to do.
+        failed_steps: how many steps have failed since the last one that finished.
+        draining: no request is taken any more.
+    """
+
+    since_step_s: float
+    failed_steps: int
+    draining: bool
+
+
+class Loop:
+    """Builds the engine and runs it in a thread of its own; the other threads leave messages in its inbox.
+
+    The engine is built in that thread too: OpenMP keeps a team of workers for each thread that ever computed, and with
+    more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
+    step take twice as long.
+
+    Whenever the engine has nothing to do any more, its invariants are checked: a leaked block is an error in the log
+    at once, not a full cache days later. They are checked, too, when a message was a fault: its sender hears of it, and
+    the others go on where nothing is broken.
+
+    Attributes:
+        stats: a snapshot that any thread may read.
+        observations: measured values, for one thread to drain.
+    """
+
+    def __init__(self, build: Callable[[], Engine]):
+        """Start the thread and wait until it has built the engine.
+
+        Raises:
+            Exception: whatever ``build`` raises.
+        """
+        self.stats = Stats()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stopping = False
+        # until then a step had finished or there was nothing to do
+        self._moved = time.monotonic()
+        self._drains: list[tuple[float, Callable[[int], None]]] = []
+        self._cut_short = 0
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
+        self._thread.start()
+        self._engine = built.result()
+        self.observations = self._engine.observations
+
+    def submit(self, request: Request, sink: Sink) -> Sequence:
+        """Queue a request.
+
+        Args:
+            request: what to answer.
+            sink: gets the answer's deltas from the loop's thread; must not block.
+
+        Returns:
+            A handle for ``cancel``.
+
+        Raises:
+            InvalidArgument: the request can never be served; ``sink`` gets nothing.
+        """
+        self._engine.check(request)
+        sequence = Sequence(request)
+        self._put(lambda: self._engine.submit(sequence, sink))
+        return sequence
+
+    def take_turn(self, turn: Turn) -> None:
+        """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
+
+        Raises:
+            InvalidArgument: it can never be served; its sink gets nothing.
+        """
+        if turn.start or turn.messages is None:
+            self._engine.check(turn.sequence.request)
+        self._put(lambda: self._engine.turns.submit(turn))
+
+    def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
+        """End an answer as ``cancelled``, or with an error; nothing happens when it has ended already."""
+        self._put(lambda: self._engine.cancel(sequence, error))
+
+    def flush(self, done: Callable[[int], None], failed: Failed | None = None) -> None:
+        """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""
+        self._put(lambda: done(self._engine.flush()), failed)
+
+    def ping(self, done: Callable[[Pulse], None], failed: Failed | None = None) -> None:
+        """Let the loop's thread tell how it is; it does so between two steps."""
+        self._put(lambda: done(self._pulse()), failed)
+
+    def drain(self, timeout_s: float, done: Callable[[int], None], failed: Failed | None = None) -> None:
+        """Take no new requests any more and let the running ones come to their end.
+
+        Args:
+            timeout_s: answers that are not over by then end with an error; may be infinite.
+            done: gets, as soon as nothing runs or waits, how many those were.
+            failed: hears of a fault instead.
+        """
+        limit = time.monotonic() + timeout_s
+
+        def begin() -> None:
+            self._engine.draining = True
+            self._drains.append((limit, done))
+
+        self._put(begin, failed)
+
+    def with_turns(self, act: Callable[[Turns], None], failed: Failed | None = None) -> None:
+        """Let the loop's thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
+        self._put(lambda: act(self._engine.turns), failed)
+
+    def stop(self) -> None:
+        """End all answers with an error and wait for the thread to finish."""
+
+        def stop() -> None:
+            self._stopping = self._engine.draining = True
+            self._engine.fail_all(Unavailable("the server is shutting down"))
+
+        self._put(stop)
+        self._thread.join()
+
+    def _put(self, act: Callable[[], None], failed: Failed | None = None) -> None:
+        self._inbox.put(Message(act, failed))
+
+    def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
+        try:
+            engine = build()
+            self.stats = engine.stats()
+        except Exception as error:  # noqa: BLE001 it is raised where the loop was made
+            built.set_exception(error)
+            return
+        built.set_result(engine)
+        self._run(engine)
+
+    def _run(self, engine: Engine) -> None:
+        checked = True
+        while not self._stopping:
+            try:
+                if self._drains:
+                    self._continue_drain(engine)
+                if not engine.busy and not checked and self._inbox.empty():
+                    checked = True
+                    engine.check_invariants()
+                self._handle(engine, 0.0 if engine.busy else _until(engine.wakes_at))
+                self._act(engine, Message(engine.tick))
+                if engine.busy:
+                    checked = False
+                    steps = engine.steps
+                    engine.step()
+                    if engine.steps != steps:
+                        self._moved = time.monotonic()
+                self.stats = engine.stats()
+            except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
+                log.exception("the engine failed outside a step")
+                with logged(log, "the engine has not recovered"):
+                    engine.recover(Internal(f"the engine failed: {error}"))
+                    self.stats = engine.stats()
+        self._end_drains()
+
+    def _handle(self, engine: Engine, wait_s: float | None) -> None:
+        """Act on every message there is; wait so long for one, with None for ever."""
+        try:
+            while True:
+                message = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
+                if wait_s != 0.0:
+                    self._moved = time.monotonic()
+                wait_s = 0.0
+                self._act(engine, message)
+        except queue.Empty:
+            return
+
+    def _act(self, engine: Engine, message: Message) -> None:
+        """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
+        try:
+            message.act()
+        except Exception as error:  # noqa: BLE001 whatever it is, one request's fault must not end the others
+            refused = isinstance(error, RequestError) and message.failed is not None
+            if not refused:
+                log.exception("what another thread has asked for ended with a fault")
+            if message.failed is not None:
+                with logged(log, "who has asked for it could not be told"):
+                    message.failed(as_request_error(error))
+            if not refused:
+                engine.check_invariants()
+
+    def _pulse(self) -> Pulse:
+        since = time.monotonic() - self._moved if self._engine.busy else 0.0
+        return Pulse(round(since, 3), self._engine.failed_steps, self._engine.draining)
+
+    def _continue_drain(self, engine: Engine) -> None:
+        if engine.busy and time.monotonic() >= min(limit for limit, _ in self._drains):
+            stats = engine.stats()
+            self._cut_short += stats.running + stats.waiting
+            engine.fail_all(Unavailable("the server is shutting down; the answer was cut short"))
+        if not engine.busy:
+            self._end_drains()
+
+    def _end_drains(self) -> None:
+        drains, self._drains = self._drains, []
+        for _, done in drains:
+            with logged(log, "who has asked to drain could not be told of its end"):
+                done(self._cut_short)
+
+
+def _until(when: float | None) -> float | None:
+    return None if when is None else min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)

@@ -1,0 +1,148 @@
+"""A step on a GPU, from flat tensors to tokens: one copy there, one launch or many, one copy back, one wait later."""
+
+import torch
+
+from kvloom.executor.device import current
+from kvloom.executor.graphs import DecodeGraphs, Record, graph_sizes
+from kvloom.executor.step_buffers import Draws, StepBuffers
+from kvloom.kv.blocks import blocks_for
+from kvloom.kv.codec import LayerCache
+from kvloom.models.decoder import Batch, Decoder
+from kvloom.ops.sampling import pick
+
+
+class GpuStep:
+    """Computes steps on static buffers; decode steps as recorded graphs, once ``record_graphs`` has been called.
+
+    Args:
+        decoder: the model.
+        layers: the cache's memory, per layer.
+        tokens: most tokens in a step.
+        sequences: most sequences in a step.
+        context_length: longest sequence in tokens.
+        device: where everything lies. A CPU works, too, for tests.
+
+    Attributes:
+        logits: fp32 [sequences, vocab]; the first rows are those of the last step.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: list[LayerCache],
+        tokens: int,
+        sequences: int,
+        context_length: int,
+        device: torch.device,
+    ):
+        self._decoder = decoder
+        self._layers = layers
+        self._most = sequences
+        self._largest_step = tokens
+        self._context_length = context_length
+        self._device = device
+        self._block_size = layers[0][0].shape[2]
+        self._buffers = StepBuffers(tokens, sequences, blocks_for(context_length, self._block_size), device)
+        # outside the graphs' pool, where another graph's tensors would come to lie over them
+        self.logits = torch.zeros(sequences, decoder.spec.vocab_size, dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._host_tokens = torch.zeros(sequences, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._samples = 0
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def record_graphs(self, record: Record) -> None:
+        """Record decode steps of every padded size; nothing is written to the cache.
+
+        Eager steps of chunks beside decodes are run, too, so that their kernels are compiled before the first request:
+        a product with quantized weights has one for each power of two up to 64 rows.
+        """
+        for tokens in sorted({min(tokens, self._largest_step) for tokens in (8, 16, 32, 64, self._largest_step)}):
+            self.run(*self._to_nowhere(tokens))
+        self._buffers.pad_all(self._most)
+        sizes = graph_sizes(self._most)
+        for size in sizes:
+            # compiles kernels, and lets cuBLAS choose its own
+            self._decode(size)
+        self._graphs = DecodeGraphs(sizes, self._decode, record)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, draws: Draws) -> list[int]:
+        """Compute a step.
+
+        Args:
+            batch: on the host.
+            draws: on the host, for each of ``batch.logit_rows``.
+
+        Returns:
+            A token, or NOT_FINITE, for each of ``batch.logit_rows``.
+        """
+        self.launch(batch, draws)
+        return self.finish()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, draws: Draws) -> None:
+        """Begin a step, arguments as of ``run``; the GPU computes it after this has returned."""
+        with current(self._device):
+            self._launch(batch, draws)
+
+    def finish(self) -> list[int]:
+        """Wait for the step that was launched last, if it samples; returns what ``run`` does."""
+        if not self._samples:
+            return []
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host_tokens[: self._samples].tolist()
+
+    def _launch(self, batch: Batch, draws: Draws) -> None:
+        samples, sequences = len(batch.logit_rows), len(batch.seq_lens)
+        size = self._graph_size(batch)
+        self._buffers.send(batch, draws, size)
+        if size is not None:
+            assert self._graphs is not None
+            self._graphs.replay(size)
+        else:
+            # kernels are compiled for a longest sequence: with one length for all steps none is in mid-serving
+            there = self._buffers.batch(len(batch.tokens), sequences, samples, batch.max_queries, self._context_length)
+            self._compute(there, self._buffers.draws(samples))
+        self._samples = samples
+        self._host_tokens[:samples].copy_(self._tokens[:samples], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def _to_nowhere(self, most: int) -> tuple[Batch, Draws]:
+        """A chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
+        two = most > 1 and self._most > 1
+        counts = [min(most - 1, self._context_length), 1] if two else [1]
+        rows, tokens = len(counts), sum(counts)
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        zeros, ones = torch.zeros(rows), torch.ones(rows)
+        batch = Batch(
+            tokens=torch.zeros(tokens, dtype=torch.int64),
+            positions=torch.zeros(tokens, dtype=torch.int64),
+            slots=torch.full((tokens,), -1),
+            query_starts=starts.int(),
+            seq_lens=torch.tensor(counts, dtype=torch.int32),
+            block_tables=torch.zeros(rows, blocks_for(max(counts), self._block_size), dtype=torch.int32),
+            logit_rows=starts[1:] - 1,
+            max_queries=max(counts),
+            max_length=max(counts),
+        )
+        return batch, Draws(ones, zeros, ones.long(), ones, zeros.double())
+
+    def _graph_size(self, batch: Batch) -> int | None:
+        """How many sequences the graph takes that computes this step; None where none does."""
+        one_token_each = len(batch.tokens) == len(batch.seq_lens) == len(batch.logit_rows)
+        return self._graphs.padded(len(batch.seq_lens)) if self._graphs is not None and one_token_each else None
+
+    def _decode(self, size: int) -> None:
+        batch = self._buffers.batch(size, size, size, max_queries=1, max_length=self._context_length)
+        self._compute(batch, self._buffers.draws(size))
+
+    def _compute(self, batch: Batch, draws: Draws) -> None:
+        logits = self._decoder.forward(batch, self._layers)
+        rows = len(logits)
+        if rows:
+            self.logits[:rows] = logits
+            self._tokens[:rows] = pick(logits, *draws.tensors)[0]

@@ -1,0 +1,1 @@
+"""The kvloom command, and everything that starts a tritonserver and watches it."""

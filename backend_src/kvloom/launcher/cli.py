@@ -1,0 +1,334 @@
+"""The ``kvloom`` command. What a command needs is imported inside it, so that ``--help`` comes at once."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from kvloom.errors import KvloomError, LaunchError
+from kvloom.launcher import access
+from kvloom.launcher.interrupts import Interrupts
+from kvloom.launcher.ports import HOST, Ports
+
+if TYPE_CHECKING:
+    from kvloom.launcher.repository import ModelRepository
+    from kvloom_client import Client
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help breaks lines oddly and shows flags as if they took a value
+    context_settings={"max_content_width": 100},
+)
+
+Model = Annotated[str | None, typer.Option(help="A Hugging Face folder, a GGUF file or 'default'.", metavar="PATH")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="A setting, see the end.", metavar="KEY=VALUE")]
+Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritonserver to start.", metavar="PATH")]
+Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where tritonserver's output goes, to be kept; else a file that goes at the end.", metavar="FILE"
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show tritonserver's output on stderr.")]
+
+Url = Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")]
+Serve = Annotated[bool, typer.Option("--serve", help="Start a server just for this.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate for an answer.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tokens that have this much together.")]
+TopK = Annotated[int | None, typer.Option(help="Choose among this many of the likeliest tokens.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
+
+Op = Literal["ping", "status", "cancel", "end", "flush", "drain"]
+ABOUT_A_CONVERSATION: tuple[Op, ...] = ("status", "cancel", "end")
+
+URL = "127.0.0.1:8001"
+ENDPOINTS = ("http", "grpc", "metrics", "health")
+
+
+class ListsSettings(TyperCommand):
+    """A command with ``--set``, whose help ends with the names of the settings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from kvloom.config import Settings
+
+        self.epilog = f"Settings: {', '.join(Settings.names())}. The README says what they mean."
+        super().format_help(ctx, formatter)
+
+
+@app.callback()
+def kvloom() -> None:
+    """Large language models inside NVIDIA Triton Inference Server."""
+
+
+@app.command(cls=ListsSettings)
+def serve(
+    model: Model = None,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port, here and below.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
+    health_port: Annotated[int, typer.Option(min=0, max=65535, help="GET /health/ready: 200 or 503.")] = 8003,
+    host: Annotated[str, typer.Option(help="Address of all four; nothing controls access.", metavar="ADDRESS")] = HOST,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    log_file: LogFile = None,
+    exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30,
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Let clients register regions of /dev/shm: see docker/README.md.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Start tritonserver, and start it again whenever it fails, until Ctrl-C or SIGTERM."""
+    from kvloom.launcher.supervisor import Supervisor
+
+    ports = Ports(http_port, grpc_port, metrics_port, health_port, host)
+    with Interrupts() as interrupts:
+        try:
+            with interrupts.raising():
+                repository = _repository(model, assignments, model_repository)
+            supervisor = Supervisor(
+                repository,
+                ports=ports,
+                stop=interrupts.event,
+                binary=binary,
+                log_file=log_file,
+                exit_timeout_s=exit_timeout,
+                shared_memory=shared_memory,
+                verbose=verbose,
+            )
+            with ExitStack() as cleanup:
+                with _starting(verbose):
+                    cleanup.enter_context(supervisor)
+                for warning in access.warnings(shared_memory, os.geteuid()):
+                    print(f"kvloom: warning: {warning}", file=sys.stderr)
+                addresses = (f"{name}={supervisor.ports.address(name)}" for name in ENDPOINTS)
+                print("kvloom ready", *addresses, flush=True)
+                supervisor.watch()
+                print(f"kvloom: stopping; running answers get up to {exit_timeout} s", file=sys.stderr)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+@app.command(cls=ListsSettings)
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Sent as a chat message of the user.")],
+    url: Url = URL,
+    serve: Serve = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT as it is, without the chat template.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    model: Model = None,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    verbose: Verbose = False,
+) -> None:
+    """Stream one answer to the terminal; its speed goes to stderr. Ctrl-C interrupts it.
+
+    --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
+    """
+    from kvloom.launcher.terminal import print_answer
+
+    request: dict[str, Any] = {"text_input": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    request["sampling_parameters"] = _given(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    with _talking() as interrupts:
+        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
+            print_answer(lambda: client.stream(**request), [], interrupts)
+        if interrupts.event.is_set():
+            raise KeyboardInterrupt
+
+
+@app.command(cls=ListsSettings)
+def chat(
+    url: Url = URL,
+    serve: Serve = False,
+    system: Annotated[str | None, typer.Option(help="Instructions for the model.", metavar="TEXT")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    model: Model = None,
+    assignments: Assignments = None,
+    binary: Binary = None,
+    model_repository: Repository = None,
+    verbose: Verbose = False,
+) -> None:
+    """Talk to the model. Ctrl-C interrupts an answer, and leaves at the prompt, as Ctrl-D does; /help lists commands.
+
+    --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
+    """
+    from kvloom.launcher.terminal import Chat
+
+    sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+    with _talking() as interrupts:
+        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
+            Chat(client, sampling, interrupts, system).run()
+
+
+@app.command()
+def control(
+    op: Annotated[Op, typer.Argument(metavar="OP", help="ping, status, cancel, end, flush or drain.")],
+    conversation: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Of the conversation, for status, cancel and end.")
+    ] = None,
+    text_id: Annotated[bool, typer.Option("--text-id", help="ID is a text, though it is all digits.")] = False,
+    admin_token_file: Annotated[
+        typer.FileText | None,
+        typer.Option(help="Where the server's admin_token is, for drain; - is stdin.", metavar="PATH"),
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that running answers get, for drain; none: all they need.")
+    ] = None,
+    url: Url = URL,
+) -> None:
+    """Ask a running server for something else than an answer; its reply is printed as JSON.
+
+    ping: is the engine alive? status, cancel and end: of a conversation, what it keeps, end its running answer, forget
+    it. flush: drop the prefix cache. drain: let running answers end, and take no more.
+    """
+    if conversation is not None and op not in ABOUT_A_CONVERSATION:
+        raise typer.BadParameter(f"{op} is not about a conversation", param_hint="ID")
+    import json
+
+    from kvloom_client import Client
+
+    # not an option of its own: whoever is on the machine sees the arguments of a process
+    token = admin_token_file.read().strip() if admin_token_file is not None else None
+    given = _given(admin_token=token, timeout_s=timeout_s)
+    number = conversation is not None and conversation.isdecimal() and not text_id
+    with _talking() as interrupts, Client(url) as client, interrupts.raising():
+        print(json.dumps(client.control(op, int(conversation or 0) if number else conversation, **given)))
+
+
+@app.command(cls=ListsSettings)
+def plan(
+    model: Model = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the sequences to count; may be repeated.")
+    ] = None,
+    assignments: Assignments = None,
+    model_repository: Repository = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+) -> None:
+    """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
+    import torch
+    from rich.console import Console
+
+    from kvloom.models.weights import open_model
+    from kvloom.planning.placement import free_on, with_device
+    from kvloom.planning.report import report
+
+    settings = with_device(_repository(model, assignments, model_repository).settings)
+    files = open_model(Path(settings.model))
+    free = free_on(torch.device(settings.device))
+    result = report(settings.model, files.spec, settings, free.device, tuple(length or ()), free.host)
+    if json:
+        Console().print_json(data=result.values())
+    else:
+        result.print(Console())
+
+
+def main() -> None:
+    """Run the command; what kvloom raises on purpose becomes a message and exit code 1."""
+    try:
+        app()
+    except KvloomError as error:
+        _fail(error)
+
+
+def _repository(model: str | None, assignments: list[str] | None, source: Path | None) -> "ModelRepository":
+    from kvloom.launcher.repository import SOURCE, ModelRepository
+
+    return ModelRepository(_chosen(model, assignments), source or SOURCE)
+
+
+@contextmanager
+def _starting(verbose: bool) -> Iterator[None]:
+    """Show that a server is being started, unless its own output shows that."""
+    from rich.console import Console
+
+    with nullcontext() if verbose else Console(stderr=True).status("starting tritonserver"):
+        yield
+
+
+@contextmanager
+def _client(
+    interrupts: Interrupts,
+    url: str,
+    serve: bool,
+    model: str | None,
+    assignments: list[str] | None,
+    source: Path | None,
+    binary: Path | None,
+    verbose: bool,
+) -> "Iterator[Client]":
+    """A client for the server at ``url``, or for one that is started for it and stopped afterwards."""
+    from kvloom_client import Client
+
+    if not serve:
+        if model or assignments or source or binary or verbose:
+            raise LaunchError(
+                "--model, --set, --tritonserver, --model-repository and --verbose are for the server that --serve "
+                f"starts; without --serve the one at {url} is asked as it is"
+            )
+        with Client(url) as client:
+            yield client
+        return
+    from kvloom.launcher.launch import Server
+
+    with interrupts.raising():
+        repository = _repository(model, assignments, source)
+    with _starting(verbose):
+        server = Server.start(repository, stop=interrupts.event, binary=binary, verbose=verbose)
+    with server, Client(server.grpc_url) as client:
+        yield client
+
+
+@contextmanager
+def _talking() -> Iterator[Interrupts]:
+    """Interrupts for a command that asks a server; what goes wrong there becomes a message and an exit code."""
+    from kvloom_client import KvloomClientError
+
+    with Interrupts() as interrupts:
+        try:
+            yield interrupts
+        except KvloomClientError as error:
+            _fail(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + (interrupts.signum or 0)) from None
+
+
+def _chosen(model: str | None, assignments: list[str] | None) -> dict[str, str]:
+    """The settings that the command line changes."""
+    from kvloom.launcher.repository import parse_assignments
+
+    return parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
+
+
+def _given(**keys: Any) -> dict[str, Any]:
+    """The keys that were given; the others are the server's to decide."""
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"kvloom: {error}", file=sys.stderr)
+    raise SystemExit(1)

@@ -1,0 +1,289 @@
+"""Starts a tritonserver of our own, waits until it answers, watches it and takes everything down again."""
+
+import http.client
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from kvloom.admin import digests
+from kvloom.errors import LaunchError
+from kvloom.launcher import access, tritonserver
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.processes import SHARED_MEMORY, Guard, alive, kill_group, remove_shared_memory, spawn, stubs_of
+from kvloom.launcher.repository import ModelRepository
+from kvloom.launcher.runfolder import run_folder
+from kvloom.launcher.serverlog import ServerLog
+from kvloom.secret import forget_secret
+from kvloom_client import Client, KvloomClientError
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY_MIB = 16
+"""What must be free there: the two models take 1 MiB each; the rest is for prompts, at about four times their size."""
+
+POLL_S = 0.1
+UNLOAD_S = 4.0
+"""Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second."""
+
+LEAST_UNLOAD_S = 1.0
+"""Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
+
+
+class Server:
+    """A running tritonserver. Made by ``start``; a context manager that stops it.
+
+    Attributes:
+        ports: where it listens; on the health port somebody else does.
+        process: the tritonserver process; leads a session and process group of its own.
+        shm_prefix: what the names of all its files in /dev/shm begin with.
+    """
+
+    process: "subprocess.Popen[bytes]"
+
+    def __init__(self, ports: Ports, server_log: ServerLog, exit_timeout_s: int, shared_memory: bool):
+        self.ports = ports
+        self._shared_memory = shared_memory
+        self.shm_prefix = f"kvloom-{uuid.uuid4().hex[:12]}-"
+        self._log = server_log
+        self._exit_timeout_s = exit_timeout_s
+        self._admin_token = secrets.token_urlsafe()
+        self._stubs: dict[str, psutil.Process] = {}
+        self._answered = False
+        self._guard: Guard | None = None
+        self._cleanup = ExitStack()
+
+    @classmethod
+    def start(
+        cls,
+        repository: ModelRepository,
+        *,
+        ports: Ports = Ports(),  # noqa: B008 - frozen
+        binary: Path | None = None,
+        log_file: Path | None = None,
+        run_dir: Path | None = None,
+        verbose: bool = False,
+        shared_memory: bool = False,
+        start_timeout_s: float = 600.0,
+        exit_timeout_s: int = 30,
+        stop: threading.Event | None = None,
+    ) -> "Server":
+        """Start a server and wait until a first answer has come back.
+
+        Args:
+            repository: the models to serve.
+            ports: where to listen; 0 takes any free port.
+            binary: the tritonserver to start; None looks for one.
+            log_file: where its output goes; None keeps it in ``run_dir``.
+            run_dir: folder that outlives this server, for what the next one shall find, like the journal of the
+                conversations; None: there is no next one.
+            verbose: also copy its output to stderr.
+            shared_memory: let clients register shared memory, see `access`.
+            start_timeout_s: seconds it may take to get ready.
+            exit_timeout_s: seconds that a stop may take, most of them for running answers.
+            stop: when set, the start is given up.
+
+        Raises:
+            LaunchError: it can't be found or started, or does not get ready. Nothing is left behind.
+            KeyboardInterrupt: ``stop`` was set. Nothing is left behind.
+        """
+        with ExitStack() as cleanup:
+            run_dir = run_dir or Path(cleanup.enter_context(run_folder()))
+            workdir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="server-", dir=run_dir)))
+            ports = ports.resolved()
+            installation = tritonserver.find(binary, workdir)
+            check_shared_memory(SHARED_MEMORY)
+            server_log = ServerLog(log_file or run_dir / "tritonserver.log")
+            file = cleanup.enter_context(server_log.file)
+            server = cls(ports, server_log, exit_timeout_s, shared_memory)
+            journal = run_dir / "journal"
+            repository.write(
+                workdir / "models",
+                # Triton shows the settings to every client
+                admin_token=digests(repository.settings.admin_token, server._admin_token),
+                journal_dir=repository.settings.journal_dir or str(journal),
+            )
+            cleanup.callback(server._dismiss_guard)
+            cleanup.callback(remove_shared_memory, server.shm_prefix)
+            if verbose:
+                cleanup.callback(server_log.follow())
+            options = server._options(workdir / "models", installation.backends)
+            server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
+            cleanup.callback(forget_secret, server.process.pid)
+            cleanup.callback(server._end_processes)
+            server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
+            deadline = time.monotonic() + start_timeout_s
+            server._wait_until(server._serves_http, deadline, stop)
+            server._wait_for_canary(deadline, stop)
+            server._stubs = stubs_of(server.process.pid)
+            server._answered = True
+            server._cleanup = cleanup.pop_all()
+        return server
+
+    @property
+    def grpc_url(self) -> str:
+        """``host:port`` of the gRPC endpoint."""
+        return f"{self.ports.own_host}:{self.ports.grpc}"
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the HTTP endpoint."""
+        return f"http://{self.ports.own_host}:{self.ports.http}"
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of the metrics in Prometheus' text format."""
+        return f"http://{self.ports.own_host}:{self.ports.metrics}/metrics"
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has answered a request and all of its processes still run; any thread may ask."""
+        return self._answered and self._ended() is None
+
+    def check(self) -> None:
+        """Look after the server.
+
+        Raises:
+            LaunchError: a process of it has ended; carries the end of its log.
+        """
+        ended = self._ended()
+        if ended is not None:
+            raise self.failure(ended)
+
+    def failure(self, what: str) -> LaunchError:
+        """An error that carries the end of the log."""
+        return self._log.failure(what, starting=not self._answered)
+
+    def stop(self) -> None:
+        """Let running answers end, then stop everything and remove what it left; may be called again."""
+        self._cleanup.close()
+
+    def kill(self) -> None:
+        """The same at once: connections to it break, and who waits for an answer gets an error."""
+        self._answered = False
+        self._cleanup.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _ended(self) -> str | None:
+        """Which process has ended, in words."""
+        code = self.process.poll()
+        if code is not None:
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return f"tritonserver ended by itself ({reason})"
+        for model, process in self._stubs.items():
+            if not alive(process):
+                return f"the process of the model {model} has ended"
+        return None
+
+    def _options(self, models: Path, backends: Path) -> list[str]:
+        return [
+            f"--model-repository={models}",
+            *access.options(self._shared_memory),
+            # the config is complete; completing it would load every model's Python twice
+            "--disable-auto-complete-config",
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+            f"--http-address={self.ports.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={self.ports.host}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={self.ports.host}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
+            f"--exit-timeout-secs={self._exit_timeout_s}",
+        ]
+
+    def _wait_until(self, done: Callable[[], bool], deadline: float, stop: threading.Event | None) -> None:
+        while not done():
+            self.check()
+            if stop is not None and stop.is_set():
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise self.failure("tritonserver did not get ready in time")
+            time.sleep(POLL_S)
+
+    def _serves_http(self) -> bool:
+        connection = http.client.HTTPConnection(self.ports.own_host, self.ports.http, timeout=5)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False  # not listening yet
+        finally:
+            connection.close()
+
+    def _wait_for_canary(self, deadline: float, stop: threading.Event | None) -> None:
+        """Triton says ready also when a model can't answer; only an answer proves that it can."""
+        with Client(self.grpc_url) as client, ThreadPoolExecutor(1) as pool:
+            with client.stream(input_ids=[0], max_tokens=1, temperature=0.0, request_id="canary") as stream:
+                answer = pool.submit(list, stream)
+                self._wait_until(answer.done, deadline, stop)
+            try:
+                answer.result()
+            except KvloomClientError as error:
+                raise self.failure(f"the first request failed: {error}") from error
+
+    def _end_processes(self) -> None:
+        if self.ready:
+            deadline = time.monotonic() + self._exit_timeout_s
+            self._drain()
+            self._answered = False
+            # tritonserver takes its stubs down itself; a signal to the whole group would cut their last responses
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(deadline - time.monotonic(), LEAST_UNLOAD_S))
+        # usually nobody is left
+        kill_group(self.process)
+
+    def _drain(self) -> None:
+        """Let the running answers end first: once Triton unloads, nothing gets through to `llm`, no cancel either."""
+        timeout_s = max(self._exit_timeout_s - UNLOAD_S, self._exit_timeout_s / 2)
+        try:
+            with Client(self.grpc_url) as client:
+                client.control(
+                    "drain", admin_token=self._admin_token, timeout_s=timeout_s, timeout=timeout_s + UNLOAD_S / 2
+                )
+        except KvloomClientError as error:
+            log.warning("kvloom: running answers could not be ended before the stop: %s", error)
+
+    def _dismiss_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.dismiss()
+
+
+def check_shared_memory(folder: Path) -> None:
+    """See to it that Triton's Python backend finds the shared memory that it needs.
+
+    Raises:
+        LaunchError: too little of the file system at ``folder`` is free; says what to do.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise LaunchError(f"shared memory: {folder}: {error.strerror}; Triton's Python backend needs it") from error
+    if free < SHARED_MEMORY_MIB << 20:
+        raise LaunchError(
+            f"shared memory: {folder} has {free / 2**20:.1f} MiB free, Triton's Python backend needs "
+            f"{SHARED_MEMORY_MIB} MiB: delete what ended programs left there, or enlarge it (Docker: --shm-size=256m, "
+            f"compose: shm_size, elsewhere: mount -o remount,size=256m {folder})"
+        )

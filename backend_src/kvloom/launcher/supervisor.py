@@ -1,0 +1,161 @@
+"""Keeps a tritonserver serving: starts it again, on the same ports, when it has died, hangs or answers nothing."""
+
+import dataclasses
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvloom.errors import LaunchError
+from kvloom.launcher.health import HealthEndpoint
+from kvloom.launcher.heartbeat import Heartbeat
+from kvloom.launcher.launch import Server
+from kvloom.launcher.ports import Ports
+from kvloom.launcher.repository import ModelRepository
+from kvloom.launcher.runfolder import run_folder
+
+LOOK_S = 0.5
+STABLE_S = 60.0
+"""A server that served for so long had nothing to do with the failures before it."""
+
+PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before the start that follows the n-th failure in a row."""
+
+MAX_FAILED_STARTS = 5
+"""After so many starts in a row that did not get ready, no further one will."""
+
+
+class Supervisor:
+    """Tritonservers, one after the other, and a health endpoint that stays. A context manager: entering starts the
+    first server and waits until it has answered; leaving lets running answers end and takes everything down.
+
+    Attributes:
+        ports: where the servers listen, all on the same.
+        recoveries: how often the server was started again.
+    """
+
+    def __init__(
+        self, repository: ModelRepository, *, ports: Ports, stop: threading.Event, verbose: bool = False, **options: Any
+    ):
+        """Choose the ports.
+
+        Args:
+            repository: the models to serve.
+            ports: where to listen; 0 takes any free port.
+            stop: when set, ``watch`` returns and a start is given up.
+            verbose: copy the servers' output to stderr.
+            options: of ``Server.start``.
+
+        Raises:
+            LaunchError: a port is taken.
+        """
+        self.ports = ports.resolved()
+        self.recoveries = 0
+        self._repository = repository
+        self._stop = stop
+        self._options = {**options, "verbose": verbose}
+        self._server: Server | None = None
+        self._serving = False
+        self._failures = 0
+        self._cleanup = ExitStack()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server works and takes requests; any thread may ask."""
+        server = self._server
+        return self._serving and server is not None and server.ready
+
+    def watch(self) -> None:
+        """Look after the server until ``stop`` is set, and start it again whenever it fails.
+
+        Raises:
+            LaunchError: it does not get ready any more.
+        """
+        while not self._stop.wait(LOOK_S):
+            try:
+                self._look()
+            except LaunchError as error:
+                self._recover(error)
+
+    def __enter__(self) -> "Supervisor":
+        with ExitStack() as cleanup:
+            self._run_dir = Path(cleanup.enter_context(run_folder()))
+            health = HealthEndpoint(self.ports.host, self.ports.health, lambda: self.ready)
+            cleanup.callback(health.close)
+            cleanup.callback(self._stop_server)
+            self._start()
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    def _start(self) -> None:
+        # the endpoint has the health port
+        ports = dataclasses.replace(self.ports, health=0)
+        self._server = Server.start(
+            self._repository, ports=ports, run_dir=self._run_dir, stop=self._stop, **self._options
+        )
+        self._began = time.monotonic()
+        stuck_after_s = self._repository.settings.stuck_after_s
+        self._heartbeat = Heartbeat(self.ports.own_host, self.ports.http, stuck_after_s)
+        self._serving = True
+
+    def _look(self) -> None:
+        assert self._server is not None
+        self._server.check()
+        problem = self._heartbeat.look()
+        if problem is not None:
+            raise self._server.failure(problem)
+        self._serving = not self._heartbeat.draining
+
+    def _recover(self, failure: LaunchError) -> None:
+        """Replace the server. Returns with none if ``stop`` is set meanwhile."""
+        failed_at = time.monotonic()
+        if failed_at - self._began > STABLE_S:
+            self._failures = 0
+        self._kill_server()
+        for _ in range(MAX_FAILED_STARTS):
+            self._failures += 1
+            pause_s = PAUSES_S[min(self._failures, len(PAUSES_S)) - 1]
+            _say(f"{failure}")
+            _say(f"starting tritonserver again{f' in {pause_s:.0f} s' if pause_s else ''}")
+            if self._stop.wait(pause_s):
+                return
+            try:
+                self._start()
+            except LaunchError as error:
+                failure = error
+            except KeyboardInterrupt:
+                if self._stop.is_set():
+                    return
+                raise
+            else:
+                self.recoveries += 1
+                _say(f"serving again, {time.monotonic() - failed_at:.1f} s after the failure was noticed")
+                return
+        raise LaunchError(f"given up after {MAX_FAILED_STARTS} starts that failed; the last one: {failure}")
+
+    def _kill_server(self) -> None:
+        """Take the server down at once, so that every client's connection breaks instead of hanging."""
+        self._serving = False
+        server, self._server = self._server, None
+        if server is not None:
+            server.kill()
+            self._heartbeat.close()
+
+    def _stop_server(self) -> None:
+        self._serving = False
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+            self._heartbeat.close()
+
+
+def _say(text: str) -> None:
+    print(f"kvloom: {text}", file=sys.stderr, flush=True)

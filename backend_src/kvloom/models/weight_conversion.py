@@ -1,0 +1,145 @@
+"""A model's weights in the form in which they are served: plain, or quantized as the setting ``weights`` says."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from kvloom.errors import SettingsError
+from kvloom.models.smoothing import TEXT, smoothing
+from kvloom.models.spec import tensor_shapes
+from kvloom.models.weights import ModelFiles
+from kvloom.ops.linear import Weight
+from kvloom.ops.linear_groups import GROUP, GroupedWeight
+from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
+from kvloom.ops.native import library
+from kvloom.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""The embedding and the head."""
+
+QUANTIZED = ("int8", "int4", "w8a8")
+"""Settings of ``weights`` with which every matrix is of integers."""
+
+CPU = torch.device("cpu")
+
+
+class ServedWeights:
+    """Reads and converts each weight when it is taken, so that only packed ones stay.
+
+    ``fp32`` and ``bf16`` are plain. ``int4`` is what a GGUF file holds in groups of 4 bits, as it is; ``int8`` is
+    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is wider groups of 8 bits, rounded here, for
+    activations that are rounded to INT8 in such groups, too; what is rounded is smoothed by ``smoothing``. Embedding
+    and head are in groups of 8 bits, of the usual width and not smoothed, wherever the layers are quantized.
+
+    Args:
+        files: the model.
+        weights: fp32, bf16, int8, int4 or w8a8.
+        dtype: of the activations and of plain weights.
+        smoothing: for w8a8: see ``smoothing``.
+        device: where they are multiplied.
+
+    Raises:
+        SettingsError: the file does not hold what int4 takes.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        weights: str,
+        dtype: torch.dtype,
+        smoothing: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device = CPU,
+    ):
+        self._files = files
+        self._weights = weights
+        self._dtype = dtype
+        self._smoothing = smoothing or {}
+        self._left = set(tensor_shapes(files.spec))
+        if weights == "int4":
+            self._check_int4()
+        if weights in QUANTIZED and device.type == "cpu" and library() is None:
+            log.warning("weights=%s without the C++ ops: computed with, and kept as, %s", weights, dtype)
+
+    def __len__(self) -> int:
+        """See ``WeightSource``."""
+        return len(self._left)
+
+    def pop(self, name: str, /) -> Weight:
+        """See ``WeightSource``."""
+        self._left.remove(name)
+        if self._weights not in QUANTIZED or len(tensor_shapes(self._files.spec)[name]) == 1:
+            return self._plain(name).to(self._dtype)
+        if self._weights == "w8a8":
+            return Int8Weight(self._grouped(name, 8, GROUP if name in TABLES else WIDE_GROUP))
+        return self._grouped(name, 4 if self._weights == "int4" and name not in TABLES else 8)
+
+    def _plain(self, name: str) -> torch.Tensor:
+        """fp32, smoothed."""
+        tensor = self._files.tensor(name, torch.float32)
+        if name in self._smoothing:
+            factors = self._smoothing[name]
+            tensor = tensor / (factors if tensor.ndim == 1 else factors[:, None])
+        maker = input_maker(name)
+        return tensor * self._smoothing[maker] if maker in self._smoothing else tensor
+
+    def _grouped(self, name: str, bits: int, group: int = GROUP) -> GroupedWeight:
+        stored = self._files.groups(name)
+        if stored is not None and (stored.bits, stored.group) == (bits, group):
+            return stored
+        assert bits == 8, "the files were checked"
+        return GroupedWeight.quantize(self._plain(name), group)
+
+    def _check_int4(self) -> None:
+        for name, shape in tensor_shapes(self._files.spec).items():
+            if len(shape) == 1 or name in TABLES:
+                continue
+            kind = self._files.stored_as(name)
+            if kind not in ("Q4_0", "Q4_1"):
+                raise SettingsError(
+                    f"setting weights='int4': serves GGUF files whose layers are in Q4_0 or Q4_1, "
+                    f"{self._files.path} has {name} in {kind}; choose int8, which takes any file"
+                )
+
+
+def served_weights(
+    files: ModelFiles, weights: str, dtype: torch.dtype, tokenizer: Tokenizer, device: torch.device = CPU
+) -> ServedWeights:
+    """A model's weights as the setting ``weights`` says; w8a8 is smoothed by what the model makes of a text.
+
+    Args:
+        files: the model.
+        weights: fp32, bf16, int8, int4 or w8a8.
+        dtype: of the activations.
+        tokenizer: the model's.
+        device: where they are multiplied.
+
+    Raises:
+        SettingsError: the file does not hold what int4 takes.
+        ModelError: a weight can't be read.
+    """
+    if weights != "w8a8":
+        return ServedWeights(files, weights, dtype, device=device)
+    with torch.inference_mode():
+        factors = smoothing(files.spec, lambda name: files.tensor(name, torch.float32), tokenizer.encode(TEXT))
+    return ServedWeights(files, weights, dtype, factors)
+
+
+def input_maker(name: str) -> str:
+    """The norm or the product whose channels are a product's inputs, one by one; an empty name where none's are.
+
+    An MLP's second product takes silu(gate) * up: up's channels.
+    """
+    for product, maker in (
+        ("self_attn.q_proj", "input_layernorm"),
+        ("self_attn.k_proj", "input_layernorm"),
+        ("self_attn.v_proj", "input_layernorm"),
+        ("mlp.gate_proj", "post_attention_layernorm"),
+        ("mlp.up_proj", "post_attention_layernorm"),
+        ("mlp.down_proj", "mlp.up_proj"),
+    ):
+        if product in name:
+            return name.replace(product, maker)
+    return ""

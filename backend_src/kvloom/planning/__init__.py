@@ -1,0 +1,1 @@
+"""What fits: devices, dtypes, and the memory plan."""

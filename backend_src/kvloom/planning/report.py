@@ -1,0 +1,153 @@
+"""What ``kvloom plan`` says: one server's memory with every cache dtype, as a table or as plain values."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from kvloom.config import Settings
+from kvloom.errors import SettingsError
+from kvloom.models.spec import ModelSpec
+from kvloom.planning.dtypes import CODECS, cache_name
+from kvloom.planning.memory import size_text
+from kvloom.planning.plan import Plan, plan_memory
+
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+"""Tokens of the sequences that are counted, as far as the context reaches; its own length comes last."""
+
+POLICY = "full"
+"""The one cache policy there is: nothing is evicted from a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Plans to choose among.
+
+    Attributes:
+        model: path of the model.
+        served: the plan of the settings as they are.
+        plans: cache dtype to its plan, the served one among them, or to why it can't be.
+        lengths: tokens of the sequences to count.
+    """
+
+    model: str
+    served: Plan
+    plans: dict[str, Plan | SettingsError]
+    lengths: tuple[int, ...]
+
+    def values(self) -> dict[str, Any]:
+        """The report for programs; sizes in bytes."""
+        return {
+            "model": self.model,
+            "kv_dtype": self.served.kv_dtype,
+            "caches": [
+                {"kv_dtype": name, "policy": POLICY, "error": str(plan)}
+                if isinstance(plan, SettingsError)
+                else {
+                    "policy": POLICY,
+                    **asdict(plan),
+                    "token_bytes": plan.token_bytes,
+                    "pool": plan.pool,
+                    "swap": plan.swap,
+                    "left": plan.left,
+                    "sequences": {str(length): plan.sequences(length) for length in self.lengths},
+                }
+                for name, plan in self.plans.items()
+            ],
+        }
+
+    def print(self, console: Console) -> None:
+        """Print the report for people."""
+        console.print(self.model, soft_wrap=True)
+        console.print(Group(self._memory(), "", self._caches()))
+        if self.served.left < 0:
+            console.print(f"Too large: with all blocks in use, {size_text(-self.served.left)} more than is free.")
+
+    def _memory(self) -> Table:
+        plan = self.served
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("free memory" if plan.host_free is None else "free memory of the GPU", size_text(plan.free))
+        table.add_row(f"weights ({plan.weights_dtype})", size_text(plan.weights))
+        if plan.products:
+            products = "compiled products, in time" if plan.host_free is None else "CUDA graphs"
+            table.add_row(products, size_text(plan.products))
+        table.add_row("a step's tensors, at most", size_text(plan.step))
+        table.add_row(f"block pool ({plan.blocks:,} blocks)", size_text(plan.pool))
+        where = "" if plan.host_free is None else f" of the host's {size_text(plan.host_free)}"
+        table.add_row(f"swap pool ({plan.swap_blocks:,} blocks)", size_text(plan.swap) + where)
+        table.add_row(
+            f"left (headroom: {size_text(plan.headroom)})", size_text(plan.left) if plan.left >= 0 else "none"
+        )
+        return table
+
+    def _caches(self) -> Table:
+        table = Table(
+            title="the cache, and how many sequences of so many tokens it holds",
+            title_justify="left",
+            caption=f"* what these settings serve, at most {self.served.most_running:,} sequences at a time",
+            caption_justify="left",
+        )
+        for name in ("cache", "policy"):
+            table.add_column(name, no_wrap=True)
+        for name in ("per token", "per block", "blocks", *(f"{length:,}" for length in self.lengths)):
+            table.add_column(name, justify="right", no_wrap=True)
+        reasons = []
+        for name, plan in self.plans.items():
+            if isinstance(plan, SettingsError):
+                reasons.append(f"{name}: {plan}")
+                table.add_row(name, POLICY, *["-"] * (3 + len(self.lengths)))
+                continue
+            table.add_row(
+                f"{name} *" if plan == self.served else name,
+                POLICY,
+                size_text(plan.token_bytes),
+                size_text(plan.block_bytes),
+                f"{plan.blocks:,}",
+                *(f"{plan.sequences(length):,}" for length in self.lengths),
+            )
+        table.caption = "\n".join([str(table.caption), *reasons])
+        return table
+
+
+def report(
+    model: str,
+    spec: ModelSpec,
+    settings: Settings,
+    free: int,
+    lengths: tuple[int, ...] = (),
+    host_free: int | None = None,
+) -> Report:
+    """Plan with the settings as they are, and with every other cache dtype.
+
+    Args:
+        model: the model's path, to be shown.
+        spec: the model's shape.
+        settings: the server's settings, the device being chosen.
+        free: bytes that the server can take where the model runs.
+        lengths: tokens of the sequences to count; by default some usual ones and the context length.
+        host_free: as of ``plan_memory``.
+
+    Raises:
+        SettingsError: the settings do not fit the model or the memory, or a length exceeds the context.
+    """
+    served = plan_memory(spec, settings, free, host_free)
+    context = served.context_length
+    if lengths and max(lengths) > context:
+        raise SettingsError(f"--length {max(lengths)}: the longest sequence has context_length={context} tokens")
+    plans: dict[str, Plan | SettingsError] = {}
+    for name in CODECS:
+        try:
+            plans[name] = plan_memory(spec, _with_cache(settings, name), free, host_free)
+        except SettingsError as error:
+            plans[name] = error
+    usual = (*(length for length in LENGTHS if length < context), context)
+    return Report(model, served, plans, tuple(sorted(set(lengths))) or usual)
+
+
+def _with_cache(settings: Settings, name: str) -> Settings:
+    if name == cache_name(settings):
+        return settings
+    return Settings.parse({key: str(value) for key, value in settings.model_dump().items()} | {"kv_dtype": name})

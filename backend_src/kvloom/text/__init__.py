@@ -1,0 +1,1 @@
+"""Prompts and chats to token ids, ids to text."""

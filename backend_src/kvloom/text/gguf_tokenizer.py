@@ -1,0 +1,233 @@
+"""The tokenizer that a GGUF file describes: vocabulary, merges and the name of a pre-tokenizer, but no tokenizer.json.
+
+The names and what they stand for are llama.cpp's (``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in
+src/llama-vocab.cpp); the regexes are the ones in the tokenizer.json of the models that each name was given to, so that
+token ids equal transformers'.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from kvloom.errors import ModelError
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+
+# Control tokens that end an answer in every model that has them. A GGUF names one EOS; chat models often have another
+# end, which its metadata leaves out (llama.cpp finds it by name, too).
+_END_NAMES = frozenset(
+    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A tokenizer and what the file says about using it: see :class:`kvloom.text.tokenizer.Tokenizer`."""
+
+    hf: PreTrainedTokenizerFast
+    prefix: list[int]
+    eos_ids: set[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How a byte-level vocabulary cuts text into words before merging.
+
+    Attributes:
+        steps: applied one after the other, before the bytes are spelled out.
+        gpt2: cut by GPT-2's regex last.
+        nfc: compose characters first.
+        whole_words: a word that is in the vocabulary is one token even if no merges lead to it.
+        add_bos: prompts begin with BOS unless the file says otherwise.
+    """
+
+    steps: tuple[Any, ...] = ()
+    gpt2: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+def _regex(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+
+
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _regex(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL)
+_QWEN2 = _regex(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = _regex(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+_GPT2_SPLIT = _Split(gpt2=True)
+_DIGITS_SPLIT = _Split(steps=(_DIGITS,), gpt2=True)
+_LLAMA3_SPLIT = _Split(steps=(_LLAMA3,), whole_words=True, add_bos=True)
+_QWEN2_SPLIT = _Split(steps=(_QWEN2,), nfc=True)
+
+PRE_TOKENIZERS: Mapping[str, _Split] = {
+    "default": _Split(
+        # no model's own: what llama.cpp does with files that don't know better
+        steps=(
+            _regex(r"[\p{P}\$\+<=>\^~\|]+"),
+            _regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+            _regex(r"\p{N}+"),
+            _regex(r"[0-9][0-9][0-9]"),
+        )
+    ),
+    "gpt-2": _GPT2_SPLIT,
+    "phi-2": _GPT2_SPLIT,
+    "smollm": _DIGITS_SPLIT,
+    "starcoder": _DIGITS_SPLIT,
+    "refact": _DIGITS_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "smaug-bpe": _Split(steps=(_LLAMA3,)),
+    "dbrx": _Split(steps=(_LLAMA3,)),
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "tekken": _Split(steps=(_TEKKEN,), whole_words=True, add_bos=True),
+}
+
+
+def build(metadata: Mapping[str, Any]) -> Parts:
+    """Build a tokenizer from the key-value store of a GGUF file.
+
+    Raises:
+        ModelError: a key is missing or malformed, or names a tokenizer or pre-tokenizer that is not supported.
+    """
+    model = _required(metadata, "model")
+    tokens: list[str] = list(_required(metadata, "tokens"))
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if not tokens or len(vocabulary) != len(tokens):
+        raise ModelError("GGUF tokenizer.ggml.tokens is empty or holds a token twice; the file is broken")
+    types: list[int] = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelError(f"GGUF tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    if model == "gpt2":
+        backend, add_bos = _byte_level(metadata, vocabulary)
+        defaults: dict[str, int] = {}
+    elif model == "llama":
+        backend, add_bos = _sentencepiece(metadata, vocabulary), True
+        defaults = {"bos": 1, "eos": 2, "unknown": 0}
+    else:
+        raise ModelError(f"GGUF tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
+
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+    )
+    ids = {
+        name: _token_id(metadata, name, defaults.get(name), len(tokens))
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    if add_bos and ids["bos"] is None:
+        raise ModelError("GGUF tokenizer.ggml.add_bos_token is true, but there is no tokenizer.ggml.bos_token_id")
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{key: tokens[token_id] for key, name in names.items() if (token_id := ids[name]) is not None},
+    )
+    ends = {token_id for token_id, kind in enumerate(types) if kind == _CONTROL and tokens[token_id] in _END_NAMES}
+    ends.update(token_id for name in ("eos", "eot", "eom") if (token_id := ids[name]) is not None)
+    return Parts(hf=hf, prefix=[ids["bos"]] if add_bos and ids["bos"] is not None else [], eos_ids=ends)
+
+
+def _required(metadata: Mapping[str, Any], name: str) -> Any:
+    key = f"tokenizer.ggml.{name}"
+    if key not in metadata:
+        raise ModelError(f"GGUF file has no {key}, so its text can't be tokenized; convert the model again")
+    return metadata[key]
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key, default)
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < count):
+        raise ModelError(f"GGUF {key}={token_id!r} is not one of the {count} tokens")
+    return token_id
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> tuple[Backend, bool]:
+    """GPT-2's kind: words spelled in bytes, merged by rank. Also says whether BOS is added by default."""
+    name = _required(metadata, "pre")
+    split = PRE_TOKENIZERS.get(name)
+    if split is None:
+        raise ModelError(
+            f"GGUF tokenizer.ggml.pre={name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    merges = _listed_merges(_required(metadata, "merges"), vocabulary)
+    backend = Backend(BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=split.whole_words))
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*split.steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.gpt2)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.add_bos
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Backend:
+    """SentencePiece BPE with byte fallback, as transformers' ``LlamaTokenizer`` builds it."""
+    architecture = str(metadata.get("general.architecture", ""))
+    if architecture.startswith("gemma"):
+        raise ModelError(
+            f"the tokenizer of {architecture} GGUF files is not supported (their scores are not the merge order); "
+            "use the Hugging Face folder"
+        )
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _listed_merges(metadata["tokenizer.ggml.merges"], vocabulary)
+    else:
+        merges = _merges_by_score(vocabulary, _required(metadata, "scores"))
+    backend = Backend(BPE(vocab=dict(vocabulary), merges=merges, fuse_unk=True, byte_fallback=True))
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    add_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=space, prepend_scheme="first" if add_prefix else "never", split=False
+    )
+    steps = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if add_prefix else steps)
+    return backend
+
+
+def _listed_merges(merges: list[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelError(f"GGUF tokenizer.ggml.merges: {merge!r} does not join two tokens into a third")
+        pairs.append((left, right))
+    return pairs
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Merges of a SentencePiece vocabulary, which stores only scores: better-scored results first.
+
+    Every split of a token into two others is a merge; among those of one score the order is that of transformers'
+    ``generate_merges`` (longer left part, then longer right part, first).
+    """
+    if len(scores) != len(vocabulary):
+        raise ModelError(f"GGUF tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary)} tokens")
+    merges: list[tuple[float, str, str]] = []
+    for token, token_id in vocabulary.items():
+        splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges.extend((scores[token_id], left, right) for left, right in pairs)
+    merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in merges]

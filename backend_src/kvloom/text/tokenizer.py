@@ -1,0 +1,232 @@
+"""A model's tokenizer: prompts and chats to token ids, ids to text, and what begins and ends a sequence."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from kvloom.errors import InvalidArgument, ModelError
+from kvloom.text import chat, gguf_tokenizer
+from kvloom.text.detokenizer import detokenizer_factory
+
+_ANCHORS = ("\n", "0", ".")
+"""Texts whose tokens rarely grow together with what follows them."""
+
+
+class Tokenizer:
+    """Wraps a Hugging Face fast tokenizer. Safe to use from several threads.
+
+    Attributes:
+        bos_id: id of the token that begins a sequence; None if the model has none.
+        eos_ids: every id that ends an answer.
+        vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
+        new_detokenizer: makes a :class:`kvloom.text.detokenizer.Detokenizer` for one answer; called with whether
+            special tokens are skipped.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
+        """Wrap a tokenizer.
+
+        Args:
+            hf: the tokenizer, with its chat template.
+            prefix: ids that every prompt begins with: [BOS] or nothing, for nearly all models.
+            eos_ids: every id that ends an answer.
+
+        Raises:
+            ModelError: its decoder is of a kind that can't be streamed exactly.
+        """
+        self._hf = hf
+        # Used without hf's own __call__, which changes the shared truncation state and so fails between threads
+        self._backend = hf.backend_tokenizer
+        self._prefix = list(prefix)
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_ids = frozenset(eos_ids)
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
+        self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
+        self.new_detokenizer = detokenizer_factory(self._backend)
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that makes token ids what they are, the chat template included."""
+        parts = [self._backend.to_str(), str(self._hf.chat_template), str(self._prefix), str(sorted(self.eos_ids))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
+
+        An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
+
+        Raises:
+            ModelError: tokenizer.json is missing or broken, or of an unsupported kind.
+        """
+        # Not at the top: it imports torch, which nothing else here needs
+        from transformers import AutoTokenizer
+
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json; convert its tokenizer to the fast format with transformers"
+            )
+        _read_json(folder / "tokenizer.json")
+        eos_ids = _configured_eos_ids(folder)
+        try:
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
+        if not isinstance(hf, PreTrainedTokenizerFast):
+            raise ModelError(f"the tokenizer in {folder} is a {type(hf).__name__}; only fast tokenizers are supported")
+        # settings for training that a tokenizer.json may still carry
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
+        if hf.eos_token_id is not None:
+            eos_ids.add(hf.eos_token_id)
+        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        """Build the tokenizer that a GGUF file's key-value store describes.
+
+        Args:
+            metadata: plain Python values by key, those under ``tokenizer.`` at least.
+
+        Raises:
+            ModelError: a key is missing or malformed, or names a tokenizer that is not supported.
+        """
+        parts = gguf_tokenizer.build(metadata)
+        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a raw prompt.
+
+        Begins with BOS where the model wants one, once, also when the text spells it out itself; never ends with an
+        EOS that the text does not spell out. Special tokens in the text are taken as such.
+
+        Args:
+            text: the prompt.
+            most: a text that is certain to be more tokens is refused without being tokenized.
+
+        Raises:
+            InvalidArgument: the text is empty, too long, or holds half of a surrogate pair.
+        """
+        if not text:
+            raise InvalidArgument("text_input", "must not be empty")
+        ids = self._encode(text, "text_input", most)
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
+
+    def encode_piece(self, text: str, field: str, most: int | None = None) -> list[int]:
+        """Token ids of a piece of text as such: no BOS, none at all for an empty text. ``most``: see ``encode``.
+
+        Raises:
+            InvalidArgument: it is too long, or holds half of a surrogate pair; ``field`` is the input at fault.
+        """
+        return self._encode(text, field, most)
+
+    def encode_chat(self, messages: Sequence[chat.Message], most: int | None = None) -> list[int]:
+        """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
+
+        The template alone decides about BOS and EOS, so that nothing is added twice. ``most``: see ``encode``.
+
+        Raises:
+            InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
+                surrogate pair.
+        """
+        return self.encode_rendered(self.render_chat(messages), most)
+
+    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
+        """The text that the chat template makes of messages; with ``answer``, up to where the assistant answers.
+
+        Raises:
+            InvalidArgument: no template, or the template refuses the messages.
+        """
+        return chat.render(self._hf, messages, answer)
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a rendered chat or a part of one: nothing is added. ``most``: see ``encode``.
+
+        Raises:
+            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+        """
+        return self._encode(text, "messages", most)
+
+    def encode_after(self, before: int | None, text: str, field: str, most: int | None = None) -> list[int]:
+        """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
+
+        Tokenizers of SentencePiece's kind put a blank before whatever they encode, and after every special token. A
+        piece that follows ordinary text gets none here. ``field`` and ``most``: see ``encode_piece`` and ``encode``.
+
+        Raises:
+            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+        """
+        plain = self._encode(text, field, most)
+        if not self._puts_blank_first or self.begins_anew_after(before):
+            return plain
+        pieces = (self._after_anchor(text, anchor) for anchor in _ANCHORS)
+        return next((ids for ids in pieces if ids is not None), plain)
+
+    def begins_anew_after(self, before: int | None) -> bool:
+        """Whether ``encode_after`` this token gives other ids than after ordinary text: those that begin a text."""
+        return self._puts_blank_first and before in self._added
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str, field: str, most: int | None = None) -> list[int]:
+        if most is not None and len(text) > most * self._longest_token:
+            raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {most}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X}"
+            raise InvalidArgument(
+                field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
+            ) from error
+        return self._plain(text)
+
+    def _after_anchor(self, text: str, anchor: str) -> list[int] | None:
+        """Token ids of a text without what the tokenizer puts first; None where the anchor grows together with it."""
+        start, ids = self._plain(anchor), self._plain(anchor + text)
+        return ids[len(start) :] if ids[: len(start)] == start else None
+
+    def _plain(self, text: str) -> list[int]:
+        # unlike encode(), lets other Python threads run meanwhile
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def _prefix(hf: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that the tokenizer itself puts before a text, found by looking."""
+    plain = hf.backend_tokenizer.encode("a", add_special_tokens=False).ids
+    full = hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    raise ModelError("the tokenizer's post-processor changes the text's own tokens, which is not supported")
+
+
+def _configured_eos_ids(folder: Path) -> set[int]:
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        config = _read_json(folder / name)
+        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token_id) is not int for token_id in values):
+            raise ModelError(f"{folder / name}: eos_token_id={value!r} must be an integer or a list of integers")
+        ids.update(values)
+    return ids
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
