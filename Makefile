@@ -27,10 +27,10 @@ bench-peers: setup
 	$(BIN)/python load/benchmark.py peers
 
 kernel-audit: setup
-	$(BIN)/python gpu/audit.py
+	$(BIN)/python load/kernel_audit.py
 
 gpu-check: setup
-	$(BIN)/python gpu/check.py
+	$(BIN)/python load/gpu_check.py
 
 lint: setup
 	$(BIN)/ruff check .

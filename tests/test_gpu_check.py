@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CHECK = Path(__file__).parents[1] / "gpu" / "check.py"
+CHECK = Path(__file__).parents[1] / "load" / "gpu_check.py"
 
 ABSENT = ("pydantic", "gguf", "rich", "typer", "psutil", "transformers", "tokenizers", "safetensors", "tritonclient")
 """What the check does not need: machines that are lent for it have torch and triton."""

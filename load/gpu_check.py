@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-for folder in ("gpu", "backend_src"):
+for folder in ("load", "backend_src"):
     # where kvloom is not installed
     sys.path.insert(0, str(ROOT / folder))
 
