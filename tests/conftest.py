@@ -9,10 +9,10 @@ from kvloom.launcher.repository import ModelRepository
 from kvloom.models.fetch import cache_folder
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom_client import Client
-from server import SETTINGS
+from support.server import SETTINGS
 
 if TYPE_CHECKING:
-    from tiny_server import Tiny
+    from support.tiny_server import Tiny
 
 
 def pytest_configure() -> None:
@@ -35,7 +35,7 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
     # not at the top: it brings transformers, which most tests do without
-    from tiny_server import Tiny
+    from support.tiny_server import Tiny
 
     return Tiny(tmp_path_factory.mktemp("tiny") / "model")
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.config import Settings
 from kvloom.request import SamplingParams
-from server import assert_idle, canary
+from support.server import assert_idle, canary
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -1,0 +1,117 @@
+"""What a step costs beside the model: planning, the batch's tensors, choosing tokens, and committing them as text."""
+
+import time
+
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine, Limits
+from kvloom.executor.decode_steps import DecodeSteps
+from kvloom.executor.runner import Runner
+from kvloom.kv.blocks import BlockPool
+from kvloom.kv.cache import BlockCache
+from kvloom.kv.codec import BlockGeometry, PlainCodec
+from kvloom.kv.storage import Storage
+from kvloom.models.fetch import cache_folder
+from kvloom.ops.native import stop_using_native, use_native
+from kvloom.request import Delta, Request, SamplingParams, Sequence
+from kvloom.scheduling.scheduler import Costs, Scheduler
+from support.some_tokenizers import default_tokenizer
+
+BLOCK_SIZE, BLOCKS, VOCAB = 32, 2400, 49_152
+STEPS = 200
+
+LIMIT_S = {1: 0.3e-3, 32: 1.0e-3}
+"""By the number of greedy answers."""
+
+
+class NoModel:
+    """Has made up its mind about every token: the answers run through the vocabulary, side by side."""
+
+    def __init__(self, rows: int, certain: bool = True):
+        self._logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3))
+        self._rows = torch.arange(rows)
+        self._certain = certain
+        self._next = 1000
+        self.seconds = 0.0
+
+    def forward(self, batch, caches) -> torch.Tensor:
+        began = time.perf_counter()
+        assert len(batch.logit_rows) == len(self._logits)
+        if self._certain:
+            self._logits[self._rows, self._next + 100 * self._rows] = 20.0 + self._next
+            self._next += 1
+        self.seconds = time.perf_counter() - began
+        return self._logits
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    assert use_native(cache_folder("ops"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    stop_using_native()
+
+
+def run(decoder: NoModel, rows: int, prompt: int, params: SamplingParams, logprobs: int | None = None):
+    """What a step takes beside the model, seconds; and the answers."""
+    geometry = BlockGeometry(1, 1, 16, BLOCK_SIZE)
+    storage, host_storage = (Storage(PlainCodec(torch.bfloat16), geometry, n, torch.device("cpu")) for n in (BLOCKS, 0))
+    cache, host = BlockCache(BLOCKS, BLOCK_SIZE), BlockPool(0)
+    scheduler = Scheduler(cache, host, Costs(1.0, 1.0), max_running=64, max_batch_tokens=32 * prompt)
+    limits = Limits(context_length=8192, vocab_size=VOCAB, max_queue=64, kv_dtype="bf16")
+    decodes = DecodeSteps(decoder, storage.layers, 64, limits.context_length, record=False)
+    runner = Runner(decoder, storage, host_storage, BLOCK_SIZE, decodes)
+    engine = Engine(runner, scheduler, cache, host, default_tokenizer(), limits)
+    answers: list[list[Delta]] = [[] for _ in range(rows)]
+    for row, answer in enumerate(answers):
+        ids = tuple(range(100 + row, 100 + row + prompt))
+        request = Request(id="", prompt_ids=ids, params=params, arrival=0.0, logprobs=logprobs)
+        engine.submit(Sequence(request), answer.append)
+    seconds = []
+    while engine.busy:
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began - decoder.seconds)
+    assert len(seconds) == STEPS
+    # other processes of a busy machine lengthen steps, nothing shortens them
+    quick = sorted(seconds[1:])[STEPS // 10]
+    print(f"{rows} rows: {quick * 1e3:.2f} ms, median {sorted(seconds)[STEPS // 2] * 1e3:.2f} ms")
+    return quick, answers
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_step_without_its_model(rows):
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, stop=("a text that never comes",))
+    quick, answers = run(NoModel(rows), rows, 140, params)
+    # every answer is what the model said, in text
+    for row, answer in enumerate(answers):
+        tokens = [token for delta in answer for token in delta.token_ids]
+        assert tokens == list(range(1000 + 100 * row, 1000 + 100 * row + STEPS))
+        assert "".join(delta.text for delta in answer) == default_tokenizer().decode(tokens)
+    assert quick < LIMIT_S[rows]
+
+
+EVERYTHING = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "logprobs", "times"),
+    [
+        ({"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}, None, 5),
+        (EVERYTHING, None, 12),
+        ({"temperature": 0.8, "top_p": 0.95}, None, 18),
+        ({"temperature": 0.0}, 20, 6),
+    ],
+    ids=["penalties", "everything", "flat nucleus", "logprobs"],
+)
+def test_choosing_costs_a_few_greedy_steps_at_most(asked, logprobs, times):
+    """32 answers after 2,000 tokens each, one thread; the scores of a model are less flat."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    plain, _ = run(NoModel(32, certain=False), 32, 2000, greedy)
+    quick, _ = run(
+        NoModel(32, certain=False), 32, 2000, SamplingParams(max_tokens=STEPS, ignore_eos=True, **asked), logprobs
+    )
+    assert quick < times * plain

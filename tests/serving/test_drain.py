@@ -1,0 +1,270 @@
+"""A server that is to end takes no new requests, and lets the running ones come to their end."""
+
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvloom.admin import admits, digest, digests
+from kvloom.engine.thread import Loop, Pulse
+from kvloom.errors import InvalidArgument, Unavailable
+from kvloom.request import FinishReason, Request, SamplingParams
+from kvloom.serving.control import Control, act
+from kvloom_client import Client, HttpClient, RequestFailed
+from support.engine_driver import Answer, Driver
+from support.launched import launched
+from support.server import Footprint
+from support.tiny_models import make_tiny
+from support.tiny_server import Tiny, stub
+
+TOKEN = "let me"
+
+
+# the loop
+
+
+@pytest.fixture
+def loop(tmp_path) -> Iterator[Loop]:
+    engine = Driver(make_tiny(tmp_path / "model", max_position_embeddings=4096), kv_blocks=1024).engine
+    running = Loop(lambda: engine)
+    yield running
+    running.stop()
+
+
+def submit(loop: Loop, max_tokens: int) -> tuple[Answer, threading.Event]:
+    answer, done = Answer(), threading.Event()
+
+    def sink(delta):
+        answer.append(delta)
+        if delta.final:
+            done.set()
+
+    params = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+    loop.submit(Request(id="", prompt_ids=(5, 6), params=params, arrival=0.0), sink)
+    return answer, done
+
+
+def drain(loop: Loop, timeout_s: float = float("inf")) -> "list[int]":
+    """Begin to drain; the list gets how many answers were cut short, in the end."""
+    cut_short: list[int] = []
+    loop.drain(timeout_s, cut_short.append)
+    return cut_short
+
+
+def pulse(loop: Loop) -> Pulse:
+    found: list[Pulse] = []
+    told = threading.Event()
+    loop.ping(lambda pulse: (found.append(pulse), told.set()))
+    assert told.wait(10)
+    return found[0]
+
+
+def wait_for(list_: list) -> None:
+    deadline = time.monotonic() + 10
+    while not list_:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_running_answers_end_and_new_ones_are_refused(loop):
+    running, _ = submit(loop, 300)
+    wait_for(running)
+    first, second = drain(loop), drain(loop)
+    late, refused = submit(loop, 5)
+    assert refused.wait(10)
+    assert isinstance(late.error, Unavailable)
+    assert str(late.error) == "UNAVAILABLE: the server is shutting down and takes no new requests"
+    wait_for(second)
+    assert (first, second) == ([0], [0])
+    assert running.reason is FinishReason.LENGTH  # when drain says so, it has its end
+    assert len(running.ids) == 300
+    assert pulse(loop).draining
+
+
+def test_an_idle_loop_is_drained_at_once(loop):
+    cut_short = drain(loop)
+    wait_for(cut_short)
+    assert cut_short == [0]
+    refused = submit(loop, 5)[0]
+    wait_for(refused)
+    assert isinstance(refused.error, Unavailable)
+
+
+def test_what_takes_too_long_is_cut_short(loop):
+    answers = [submit(loop, 4000)[0] for _ in range(3)]
+    wait_for(answers[0])
+    start = time.monotonic()
+    cut_short = drain(loop, 0.2)
+    wait_for(cut_short)
+    assert 0.2 <= time.monotonic() - start < 5
+    assert cut_short == [3]
+    for answer in answers:
+        assert str(answer.error) == "UNAVAILABLE: the server is shutting down; the answer was cut short"
+
+
+def test_a_drain_ends_also_when_the_engine_fails_meanwhile(loop, monkeypatch):
+    answer, _ = submit(loop, 4000)
+    wait_for(answer)
+    monkeypatch.setattr(loop._engine._scheduler, "plan", lambda: 1 / 0)
+    cut_short = drain(loop)
+    wait_for(cut_short)
+    assert cut_short == [0]
+    assert answer.error is not None
+
+
+# what a ping says
+
+
+def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(loop, monkeypatch):
+    assert pulse(loop) == Pulse(0.0, 0, False)
+    engine = loop._engine
+    answer, done = submit(loop, 4000)
+    wait_for(answer)
+    assert pulse(loop).since_step_s < 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", lambda: time.sleep(0.01))  # goes round and gets nowhere
+        time.sleep(0.5)
+        assert 0.4 < pulse(loop).since_step_s < 2.0
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", lambda slices: 1 / 0)
+        assert done.wait(10)
+        assert pulse(loop) == Pulse(0.0, 1, False)
+        submit(loop, 5)[1].wait(10)
+        assert pulse(loop).failed_steps == 2
+    assert submit(loop, 5)[1].wait(10)
+    assert pulse(loop) == Pulse(0.0, 0, False)
+
+
+def test_idle_time_does_not_count_for_what_comes_after_it(loop, monkeypatch):
+    time.sleep(0.5)
+    monkeypatch.setattr(loop._engine, "step", lambda: time.sleep(0.01))
+    submit(loop, 5)
+    assert pulse(loop).since_step_s < 0.3
+
+
+# who may
+
+
+def test_tokens_are_admitted_as_they_are_or_as_digests():
+    for setting in ("a", "a,b", digest("a"), digests("b,a"), digests("b", "a"), digests("", "a")):
+        assert admits(setting, "a")
+        assert not admits(setting, "c")
+        assert not admits(setting, "")
+        assert not admits(setting, digest("a"))
+    assert not admits("", "")
+    assert "let" not in digests(TOKEN, TOKEN)
+
+
+def test_without_a_setting_nobody_may():
+    with pytest.raises(InvalidArgument, match="admin_token: drain needs one, and .* kvloom serve --set admin_token"):
+        act(Control(op="drain", admin_token=""), 1, None, "fp32", "", lambda delta: None)
+
+
+def test_drain_over_grpc(tiny):
+    with tiny.serve(admin_token=TOKEN) as server, Client(server.grpc_url) as client, ThreadPoolExecutor(1) as pool:
+        refusals = [
+            ({"op": "drain"}, "admin_token: is not this server's"),
+            ({"op": "drain", "admin_token": "other"}, "admin_token: is not this server's"),
+            ({"op": "drain", "admin_token": digest(TOKEN)}, "admin_token: is not this server's"),
+            ({"op": "drain", "admin_token": TOKEN, "timeout_s": -1}, "timeout_s: Input should be greater than"),
+            ({"op": "ping", "admin_token": TOKEN}, "admin_token: is for drain only; ping does not take it"),
+            ({"op": "flush", "timeout_s": 1}, "timeout_s: is for drain only; flush does not take it"),
+        ]
+        for control, message in refusals:
+            with pytest.raises(RequestFailed, match=f"INVALID_ARG: {message}"):
+                client.control(timeout=10, **control)
+        with urllib.request.urlopen(f"{server.http_url}/v2/models/llm/config", timeout=10) as response:
+            assert TOKEN not in response.read().decode()
+        http = HttpClient(server.http_url)
+        running = [
+            client.stream(input_ids=[5], max_tokens=600, ignore_eos=True),
+            http.stream(input_ids=[5], max_tokens=600, ignore_eos=True),
+        ]
+        for stream in running:
+            next(stream)
+        draining = pool.submit(client.control, "drain", admin_token=TOKEN, timeout=60)
+        while not client.control("ping", timeout=10)["draining"]:
+            time.sleep(0.01)
+        with pytest.raises(RequestFailed, match="^UNAVAILABLE: the server is shutting down and takes no new requests$"):
+            client.generate(input_ids=[5], max_tokens=5, timeout=10)
+        assert [list(stream)[-1].finish_reason for stream in running] == ["length", "length"]
+        assert draining.result() == {"op": "drain", "ok": True, "cut_short": 0}
+
+
+# SIGTERM
+
+
+def settings_of(tiny: Tiny) -> dict[str, str]:
+    return {"model": str(tiny.folder), "weights": "fp32", "threads": "1", "block_size": "16", "kv_blocks": "2048"}
+
+
+def test_sigterm_lets_answers_end_and_leaves_nothing(tiny):
+    """Of 8 streams some end by themselves and the others are ended, each with a final, inside the exit timeout."""
+    exit_timeout = 6
+    with launched(f"--exit-timeout={exit_timeout}", settings=settings_of(tiny)) as serving:
+        begun = threading.Barrier(9)
+
+        def stream(number: int) -> tuple[str, int]:
+            door = Client(serving.url) if number % 2 else HttpClient(f"http://127.0.0.1:{serving.http}")
+            with door:
+                # greedy answers of a tiny model: the long ones would take far longer than there is time
+                chunks = door.stream(
+                    input_ids=[5 + number], max_tokens=200 if number < 4 else 4000, ignore_eos=True, temperature=0.0
+                )
+                next(chunks)
+                begun.wait(30)
+                try:
+                    rest = list(chunks)
+                except RequestFailed as error:
+                    return str(error), 0
+                return rest[-1].finish_reason, 1
+
+        with ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(stream, number) for number in range(8)]
+            begun.wait(30)
+            serving.process.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            serving.wait_until_health_is(503, 2)
+            ends = [one.result()[0] for one in running]
+            ended = time.monotonic() - start
+        output, errors = serving.process.communicate(timeout=30)
+        took = time.monotonic() - start
+    print(f"answers ended after {ended:.1f} s, the process after {took:.1f} s: {ends}")
+    assert ends[:4] == ["length"] * 4
+    assert set(ends[4:]) <= {"length", "UNAVAILABLE: the server is shutting down; the answer was cut short"}
+    assert ended < exit_timeout
+    assert took < exit_timeout + 1
+    assert serving.process.returncode == 0
+    assert output == ""
+    assert "Traceback" not in errors
+    serving.footprint.assert_gone()
+
+
+def test_a_client_of_generate_that_leaves_at_the_stop_holds_nothing_up(tiny):
+    with launched("--exit-timeout=20", settings=settings_of(tiny)) as serving:
+        with HttpClient(f"http://127.0.0.1:{serving.http}") as http:
+            stream = http.stream(input_ids=[5], max_tokens=4000, ignore_eos=True)
+            next(stream)
+            serving.process.send_signal(signal.SIGTERM)
+            stream.cancel()
+        start = time.monotonic()
+        assert serving.process.wait(30) == 0
+        took = time.monotonic() - start
+    print(f"the process ended after {took:.1f} s")
+    assert took < 10
+    serving.footprint.assert_gone()
+
+
+@pytest.mark.full
+def test_a_stuck_engine_does_not_hold_up_the_end(tiny):
+    with tiny.serve() as server:
+        left = Footprint(server.process.pid)
+        stub(server).suspend()
+        start = time.monotonic()
+        server.stop()
+        assert time.monotonic() - start < 12  # an exit timeout of 5 s, and the time to unload
+        left.assert_gone()

@@ -1,0 +1,114 @@
+"""Conversations with an engine that has no Triton around it, stepped by the test itself."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvloom.conversation.registry import ConversationId, Turn
+from kvloom.request import Request, SamplingParams, Sequence
+from kvloom.scheduling.residency import Costs
+from support.engine_driver import Answer, Driver
+
+
+class Triton:
+    """Notes what Triton is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ConversationId]] = []
+
+    def end(self, conversation: ConversationId) -> None:
+        self.told.append(("end", conversation))
+
+    def start(self, conversation: ConversationId) -> None:
+        self.told.append(("start", conversation))
+
+    def taken(self, conversation: ConversationId) -> None:
+        self.told.append(("taken", conversation))
+
+
+class Talks(Driver):
+    """A driver of conversations.
+
+    Attributes:
+        triton: what stands for it.
+    """
+
+    def __init__(self, model: Path, **settings: object):
+        self.triton = Triton()
+        super().__init__(model, self.triton, **settings)
+
+    @property
+    def turns(self) -> Any:
+        return self.engine.turns
+
+    def turn(
+        self,
+        conversation: ConversationId,
+        ids: Iterable[int] = (),
+        *,
+        start: bool = False,
+        end: bool = False,
+        messages: list[dict[str, str]] | None = None,
+        text: str = "",
+        kv: dict[str, object] | None = None,
+        salt: str = "",
+        deadline: float | None = None,
+        request_id: str = "",
+        **params: object,
+    ) -> Answer:
+        """Send a turn, as the wire makes it; parameters are of sampling, greedy by default."""
+        rendered = ""
+        if messages is not None and start:
+            rendered = self.tokenizer.render_chat(messages)
+            ids = self.tokenizer.encode_rendered(rendered)
+        if text:
+            ids = self.tokenizer.encode(text) if start else self.tokenizer.encode_after(None, text, "text_input")
+        request = Request(
+            id=request_id,
+            prompt_ids=tuple(ids),
+            params=SamplingParams.model_validate({"temperature": 0.0, "ignore_eos": True, "max_tokens": 8, **params}),
+            arrival=time.monotonic(),
+            cache_salt=salt,
+            deadline=deadline,
+        )
+        if start or messages is None:
+            self.engine.check(request)
+        answer = Answer()
+        answer.sequence = Sequence(request)
+        later = "" if start else text
+        self.turns.submit(Turn(conversation, answer.sequence, answer.append, start, end, messages, rendered, later, kv))
+        return answer
+
+    def say(self, conversation: ConversationId, *args: Any, **fields: Any) -> Answer:
+        """Send a turn and run until nobody has anything to do."""
+        answer = self.turn(conversation, *args, **fields)
+        self.run_all()
+        return answer
+
+    def run_all(self, most: int = 10_000) -> None:
+        for _ in range(most):
+            if not self.engine.busy:
+                break
+            self.engine.step()
+            self.engine.check_invariants()
+        self.engine.check_invariants()
+        assert not self.engine.busy
+
+    def end_all(self) -> None:
+        """End every conversation; afterwards nothing is held."""
+        for conversation in [conversation.id for conversation in self.turns.lifecycle.register]:
+            self.turns.lifecycle.end(conversation, lambda: None)
+        self.run_all()
+        self.assert_idle()
+        assert self.engine.stats().blocks_swapped == 0
+
+
+ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)
+NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
+
+
+def talks(model: Path, costs: Costs = ALWAYS_SWAP, **settings: Any) -> Talks:
+    made = Talks(model, **{"kv_blocks": 256, **settings})
+    made.engine._scheduler._residency._costs = costs
+    return made

@@ -1,0 +1,269 @@
+"""Joined deltas are one whole decode, cut at the first stop string; nothing comes too early (H01 to H04)."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from kvloom.text.stop_strings import TextStream
+from kvloom.text.tokenizer import Tokenizer
+from support.some_tokenizers import GREEDY, TRICKY, default_tokenizer, sentencepiece_metadata
+
+
+@cache
+def sentencepiece_tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(sentencepiece_metadata())
+
+
+@cache
+def sentencepiece_tokenizer_without_prefix() -> Tokenizer:
+    return Tokenizer.from_gguf(sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
+
+
+TOKENIZERS = [default_tokenizer, sentencepiece_tokenizer, sentencepiece_tokenizer_without_prefix]
+
+
+@cache
+def interesting_ids(make: Any) -> list[int]:
+    """Single bytes, special tokens, blanks and ids beyond the vocabulary; all the rest comes from the whole range."""
+    tokenizer: Tokenizer = make()
+    backend = tokenizer._backend
+    spelled = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    spelled += [backend.token_to_id(character) for character in map(chr, range(0x21, 0x144))]
+    texts = ["a", " a", "  ", "\n", "é", "天气", "😀", "👩‍👩‍👧", "\ufffd", "<s>", "<|im_end|>", "<|im_start|>"]
+    ids = [token_id for text in texts for token_id in tokenizer.encode(text)]
+    top = tokenizer.vocab_size
+    return sorted({i for i in spelled if i is not None}) + ids * 4 + [0, 1, 2, top - 1, top, top + 7]
+
+
+@st.composite
+def ids_of(draw: st.DrawFn, make: Any) -> list[int]:
+    some = st.sampled_from(interesting_ids(make)) | st.integers(0, make().vocab_size + 9)
+    return draw(st.lists(some, max_size=40))
+
+
+def deltas(
+    tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = (), include_stop: bool = False
+) -> tuple[list[str], bool]:
+    stream = TextStream(tokenizer, tuple(stop), include_stop)
+    found = [stream.push(token_id) for token_id in ids]
+    return [*found, stream.flush()], stream.stopped
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_deltas_are_a_whole_decode(make: Any):
+    tokenizer = make()
+
+    @settings(max_examples=400, deadline=None)
+    @given(ids_of(make))
+    def check(ids: list[int]) -> None:
+        found, stopped = deltas(tokenizer, ids)
+        whole = tokenizer.decode(ids)
+        assert "".join(found) == whole
+        assert not stopped
+
+    check()
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_every_token_of_the_vocabulary(make: Any):
+    tokenizer = make()
+    for token_id in range(tokenizer.vocab_size):
+        stream = TextStream(tokenizer)
+        assert stream.push(token_id) + stream.flush() == tokenizer.decode([token_id]), token_id
+
+
+@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+def test_real_answers_come_as_they_are_decoded(entry: dict[str, Any]):
+    found, _ = deltas(default_tokenizer(), entry["ids"])
+    assert "".join(found) == default_tokenizer().decode(entry["ids"])
+    assert all(found[:-1]) or not entry["text"].isascii() or "<|" in entry["text"], "plain text must not lag"
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("text", TRICKY)
+def test_prompts_that_are_streamed_back(make: Any, text: str):
+    tokenizer = make()
+    streamed = "".join(deltas(tokenizer, tokenizer.encode(text))[0])
+    # Llama's tokenizer takes one leading blank of a text for the one that it adds itself
+    assert streamed == (text.removeprefix(" ") if make is sentencepiece_tokenizer else text)
+
+
+def test_a_character_of_two_tokens_comes_whole():
+    tokenizer = default_tokenizer()
+    ids = tokenizer.encode("a😀b")
+    assert len(ids) > 3, "the emoji must span tokens"
+    found, _ = deltas(tokenizer, ids)
+    assert [text for text in found if text] == ["a", "😀", "b"]
+
+
+def test_an_incomplete_character_is_replaced_at_the_end_only():
+    tokenizer = default_tokenizer()
+    ids = tokenizer.encode("a😀")[:-1]
+    found, _ = deltas(tokenizer, ids)
+    assert "".join(found[:-1]) == "a"
+    assert "".join(found) == tokenizer.decode(ids) == "a\ufffd"
+
+
+def test_byte_runs_of_sentencepiece():
+    tokenizer = sentencepiece_tokenizer()
+    owl = tokenizer.encode("🦉")[-4:]
+    letter = tokenizer.encode("<s>a")[1:]
+    assert deltas(tokenizer, [*owl, *letter])[0] == ["", "", "", "", "🦉a", ""]
+    broken = [*owl, owl[-1], *letter]
+    assert "".join(deltas(tokenizer, broken)[0]) == tokenizer.decode(broken) == "\ufffd" * 5 + "a"
+    # a special token is skipped before decoding, so the run goes on
+    assert "".join(deltas(tokenizer, [*owl[:2], 2, *owl[2:]])[0]) == "🦉"
+
+
+def test_added_tokens_with_plain_spelling():
+    """What stands outside the byte alphabet stands for itself, and special tokens are skipped."""
+    backend = Backend(models.BPE(vocab={"a": 0, "Ġb": 1, "x y": 2, "Ã": 3, "©": 4}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    backend.add_tokens([AddedToken("  "), AddedToken("<think>"), AddedToken("Ġ思")])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), prefix=[], eos_ids=[])
+    for ids in ([0, 1, 2], [3, 4], [3, 5, 4], [3, 6, 4], [7, 8, 0], [3, 99, 4]):
+        assert "".join(deltas(tokenizer, ids)[0]) == backend.decode(ids)
+    assert "".join(deltas(tokenizer, [3, 5, 4])[0]) == "é"
+
+
+# Stop strings
+
+
+def cut(whole: str, stops: Sequence[str], include: bool) -> str:
+    """The rule, slowly: read character by character until the text ends in a stop string; the longest counts."""
+    for end in range(1, len(whole) + 1):
+        ending = [stop for stop in stops if whole[:end].endswith(stop)]
+        if ending:
+            return whole[: end if include else end - max(map(len, ending))]
+    return whole
+
+
+def undecided(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
+    return max((n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+@cache
+def few_letters(make: Any) -> list[int]:
+    """Tokens of one to four of the letters a and b, and halves of a character."""
+    tokenizer: Tokenizer = make()
+    texts = ["a", "b", "aa", "ab", "ba", "bb", "aab", "abb", "aaa"]
+    ids = [token_id for text in texts for token_id in tokenizer.encode(f"x{text}")[1:]]
+    backend = tokenizer._backend
+    return ids + [i for i in map(backend.token_to_id, ("Ã", "©", "<0xC3>", "<0xA9>")) if i is not None]
+
+
+@pytest.mark.parametrize("make", [default_tokenizer, sentencepiece_tokenizer])
+def test_stop_strings_cut_the_text_wherever_tokens_end(make: Any):
+    tokenizer = make()
+    stops_of = st.lists(st.text("abé\ufffd", min_size=1, max_size=5), min_size=1, max_size=3)
+
+    @settings(max_examples=600, deadline=None)
+    @given(st.lists(st.sampled_from(few_letters(make)), max_size=30), stops_of, st.booleans())
+    def check(ids: list[int], stops: list[str], include: bool) -> None:
+        stream = TextStream(tokenizer, tuple(stops), include)
+        plain = TextStream(tokenizer)
+        whole = tokenizer.decode(ids)
+        expected = cut(whole, stops, include)
+        sent = certain = ""
+        for token_id in ids:
+            certain += plain.push(token_id)
+            sent += stream.push(token_id)
+            if not stream.stopped:  # exactly what can't be part of a stop string any more
+                assert sent == certain[: len(certain) - undecided(certain, stops)]
+            assert expected.startswith(sent)
+        sent += stream.flush()
+        assert sent == expected
+        assert stream.stopped is any(stop in whole for stop in stops)
+        if stream.stopped:
+            assert stream.push(ids[0]) == stream.flush() == ""
+
+    check()
+
+
+@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+def test_a_stop_inside_any_token_of_a_real_answer(entry: dict[str, Any]):
+    """H04: three characters from the middle of a token, and H03: a stop that spans several tokens."""
+    tokenizer = default_tokenizer()
+    whole = tokenizer.decode(entry["ids"])
+    pieces = [tokenizer.decode([token_id]) for token_id in entry["ids"]]
+    middles = {piece[1:4] for piece in pieces if len(piece) > 4 and "\ufffd" not in piece}
+    spans = {whole[start : start + 12] for start in range(0, len(whole) - 12, 7)}
+    assert spans
+    for stop in middles | spans:
+        found, stopped = deltas(tokenizer, entry["ids"], [stop])
+        assert stopped
+        assert "".join(found) == whole[: whole.index(stop)]
+
+
+def test_the_alphabet_is_never_sent_early():
+    tokenizer = default_tokenizer()
+    ids = tokenizer.encode("Here is the alphabet: ABC DEFGHIJ KLM")
+    stream = TextStream(tokenizer, ("DEFGHIJ",))
+    sent = []
+    for token_id in ids:
+        sent.append(stream.push(token_id))
+        if stream.stopped:
+            break
+    assert stream.stopped
+    assert "".join(sent) == "Here is the alphabet: ABC "
+    assert len(tokenizer.encode("DEFGHIJ")) >= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "kept"),
+    [
+        ("aaab", ["aab"], "a"),
+        ("aabaabaac", ["aabaac"], "aab"),
+        ("one two three", ["three", "two"], "one "),
+        ("one two three", ["two three", "two"], "one "),
+        ("xyz", ["yz", "xyz"], ""),  # both end here: the longer
+        ("abcdef", ["abcdef", "cd"], "ab"),  # what is complete first
+        ("Paris is", ["Par"], ""),
+        ("Paris is", ["Paris is it"], "Paris is"),
+        ("café", ["é"], "caf"),
+        ("a\n\nb", ["\n\n"], "a"),
+    ],
+)
+def test_which_stop_and_where(text: str, stops: list[str], kept: str):
+    tokenizer = default_tokenizer()
+    found, stopped = deltas(tokenizer, tokenizer.encode(text), stops)
+    assert "".join(found) == kept
+    assert stopped is (kept != text)
+
+
+def test_a_stop_that_completes_in_the_last_bytes_is_seen():
+    tokenizer = sentencepiece_tokenizer()
+    stream = TextStream(tokenizer, ("🦉",))
+    assert "".join(stream.push(token_id) for token_id in tokenizer.encode("a🦉")) == "a"
+    assert not stream.stopped
+    assert stream.flush() == ""
+    assert stream.stopped
+
+
+def test_streams_do_not_share_state():
+    tokenizer = default_tokenizer()
+    texts = ["a😀b", "天气", "ab stop cd"]
+    streams = [TextStream(tokenizer, ("stop",)) for _ in texts]
+    ids = [tokenizer.encode(text) for text in texts]
+    sent = [""] * len(texts)
+    for position in range(max(map(len, ids))):
+        for index, stream in enumerate(streams):
+            if position < len(ids[index]):
+                sent[index] += stream.push(ids[index][position])
+    assert [text + stream.flush() for text, stream in zip(sent, streams, strict=True)] == ["a😀b", "天气", "ab "]
+
+
+def test_the_decoder_of_the_tests_is_the_one_of_llama():
+    """The SentencePiece tokenizer above has the decoder that Llama's own tokenizer.json has."""
+    steps = json.loads(sentencepiece_tokenizer()._backend.to_str())["decoder"]["decoders"]
+    assert [step["type"] for step in steps] == ["Replace", "ByteFallback", "Fuse", "Strip"]

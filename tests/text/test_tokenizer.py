@@ -1,0 +1,380 @@
+"""Prompts and chats to token ids: the same as transformers', one BOS, no EOS (H24, H31, H32)."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+
+from kvloom.errors import InvalidArgument, ModelError
+from kvloom.text.chat import parse_messages
+from kvloom.text.tokenizer import Tokenizer
+from support.some_tokenizers import (
+    GREEDY,
+    TRICKY,
+    byte_level_metadata,
+    default_metadata,
+    default_tokenizer,
+    save_folder,
+    sentencepiece,
+    sentencepiece_metadata,
+    transformers_from_gguf,
+)
+
+USER = [{"role": "user", "content": "What is a cache?"}]
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+WITHOUT_BOS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+WITH_BOS = "{{ bos_token }}" + WITHOUT_BOS
+ENDS_IN_EOS = WITH_BOS + "{{ eos_token }}"
+
+
+def strings(error: type[Exception], *parts: str) -> Any:
+    return pytest.raises(error, match=".*".join(map(str, parts)))
+
+
+# The default model
+
+
+@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+def test_default_model_gives_the_reference_ids(entry: dict[str, Any]):
+    tokenizer = default_tokenizer()
+    ids = tokenizer.encode_chat(entry["messages"]) if "messages" in entry else tokenizer.encode(entry["prompt"])
+    assert ids == entry["prompt_ids"]
+    assert tokenizer.decode(entry["ids"], skip_special_tokens=False) == entry["text"]
+    assert not set(tokenizer.decode(entry["ids"]).split()) & {"<|im_start|>", "<|im_end|>"}
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_default_model_round_trips(text: str):
+    assert default_tokenizer().decode(default_tokenizer().encode(text)) == text
+
+
+def test_default_model_facts():
+    tokenizer = default_tokenizer()
+    assert (tokenizer.bos_id, tokenizer.vocab_size) == (1, 49152)
+    assert tokenizer.eos_ids == {0, 2}  # <|endoftext|> and <|im_end|>
+    assert tokenizer.encode("a")[0] != tokenizer.bos_id  # its add_bos_token is false
+
+
+def test_default_model_loads_fast():
+    metadata = default_metadata()
+    Tokenizer.from_gguf(metadata)  # imports are not counted
+    start = time.process_time()
+    Tokenizer.from_gguf(metadata)
+    assert time.process_time() - start < 2
+
+
+# GGUF against transformers
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "llama3", "smaug-bpe", "dbrx", "qwen2", "tekken"])
+def test_byte_level_gguf_equals_transformers(pre: str, tmp_path: Path):
+    metadata = byte_level_metadata(pre)
+    if pre == "qwen2":  # only the class itself composes characters, as Qwen's tokenizer.json does
+        names = {"bos_token": None, "eos_token": "<|im_end|>", "unk_token": None, "pad_token": None}
+        tokens = metadata["tokenizer.ggml.tokens"]
+        merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+        theirs = Qwen2Tokenizer({token: i for i, token in enumerate(tokens)}, merges, **names)
+        theirs.add_tokens(["<|begin|>", "<think>"])
+    else:
+        theirs = transformers_from_gguf(tmp_path, metadata)
+    ours = Tokenizer.from_gguf(metadata)
+    whole_words = pre in ("llama-bpe", "llama3", "tekken")
+    prefix = [ours.bos_id] if whole_words else []
+    for text in [*TRICKY, "".join(TRICKY), "<think>hm</think><|im_end|>x"]:
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == prefix + expected
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+
+def words(pre: str, text: str) -> list[str]:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(pre))
+    return [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", [" 345", " 6789"]),
+        ("smollm", [" ", "3", "4", "5", " ", "6", "7", "8", "9"]),
+        ("starcoder", [" ", "3", "4", "5", " ", "6", "7", "8", "9"]),
+        ("refact", [" ", "3", "4", "5", " ", "6", "7", "8", "9"]),
+        ("llama-bpe", [" ", "345", " ", "678", "9"]),
+        ("qwen2", [" ", "3", "4", "5", " ", "6", "7", "8", "9"]),
+        ("default", [" ", "345", " ", "678", "9"]),
+    ],
+)
+def test_digits_are_cut_as_the_pre_tokenizer_says(pre: str, pieces: list[str]):
+    assert "".join(pieces) == " 345 6789"
+    borders = {sum(map(len, pieces[:i])) for i in range(len(pieces) + 1)}
+    got = words(pre, " 345 6789")
+    assert {sum(map(len, got[:i])) for i in range(len(got) + 1)} >= borders
+    assert "".join(got) == " 345 6789"
+
+
+def test_gpt2_crosses_digits_where_smollm_does_not():
+    assert len(words("gpt-2", " 345 6789")) < len(words("smollm", " 345 6789"))
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", 5), ("llama-bpe", 1), ("tekken", 1), ("dbrx", 5)])
+def test_whole_words_need_no_merges_where_the_name_says_so(pre: str, pieces: int):
+    metadata = dict(byte_level_metadata(pre))
+    for key, value in (("tokens", "QZQZQ"), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], value]
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": False})
+    assert len(tokenizer.encode("QZQZQ")) == pieces
+
+
+def merges_of(backend: Backend) -> list[list[str]]:
+    return json.loads(backend.to_str())["model"]["merges"]
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_sentencepiece_gguf_equals_transformers_and_the_folder(scores: bool, tmp_path: Path):
+    metadata = dict(sentencepiece_metadata())
+    if not scores:  # some files carry merges instead
+        merges = json.loads(sentencepiece().to_str())["model"]["merges"]
+        metadata["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    theirs = transformers_from_gguf(tmp_path, metadata)
+    config = {"add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
+    folder = Tokenizer.from_folder(save_folder(tmp_path, sentencepiece(), **NAMED, **config))
+    ours = Tokenizer.from_gguf(metadata)
+    assert (ours.bos_id, ours.eos_ids) == (1, {2})
+    assert merges_of(ours._backend) == merges_of(theirs.backend_tokenizer)
+    for text in [*TRICKY, "".join(TRICKY), "<s>x</s>y"]:
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ([1] + expected if expected[0] != 1 else expected)
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+        if scores:
+            assert folder.encode(text) == ours.encode(text)
+
+
+def test_sentencepiece_gguf_without_space_prefix():
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
+    for text in TRICKY:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2"])
+def test_byte_level_folder_and_gguf_agree(pre: str, tmp_path: Path):
+    metadata = byte_level_metadata(pre)
+    vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    named = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "unk_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    hf = {"gpt-2": GPT2Tokenizer, "qwen2": Qwen2Tokenizer}[pre](vocabulary, merges, **named)
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    folder, gguf = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(metadata)
+    for text in TRICKY:
+        assert folder.encode(text) == gguf.encode(text)
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    metadata = dict(byte_level_metadata("gpt-2"))
+    for name, value in values.items():
+        key = f"tokenizer.ggml.{name}"
+        if value is None:
+            metadata.pop(key)
+        else:
+            metadata[key] = value
+    return metadata
+
+
+@pytest.mark.parametrize(
+    ("metadata", "parts"),
+    [
+        (changed(model="bert"), ["'bert'", "gpt2, llama"]),
+        (changed(model=None), ["tokenizer.ggml.model"]),
+        (changed(tokens=None), ["tokenizer.ggml.tokens"]),
+        (changed(tokens=["a", "a"]), ["twice"]),
+        (changed(tokens=[]), ["empty"]),
+        (changed(pre="what"), ["'what'", "llama-bpe", "smollm"]),
+        (changed(pre=None), ["tokenizer.ggml.pre"]),
+        (changed(merges=None), ["tokenizer.ggml.merges"]),
+        (changed(merges=["a zzz"]), ["'a zzz'"]),
+        (changed(token_type=[1]), ["token_type", "1 entries"]),
+        (changed(eos_token_id=10**6), ["eos_token_id=1000000"]),
+        (changed(eos_token_id="</s>"), ["eos_token_id='</s>'"]),
+        (changed(bos_token_id=None, add_bos_token=True), ["bos_token_id"]),
+        (sentencepiece_metadata() | {"tokenizer.ggml.scores": [0.0]}, ["scores", "1 entries"]),
+        (sentencepiece_metadata() | {"general.architecture": "gemma2"}, ["gemma2"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_gguf_that_can_not_be_understood_is_refused_by_name(metadata: dict[str, Any], parts: list[str]):
+    with strings(ModelError, *parts):
+        Tokenizer.from_gguf(metadata)
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_gguf_says_whether_bos_is_added(add_bos: bool | None):
+    for metadata, default in ((changed(), False), (sentencepiece_metadata(), True)):
+        said = metadata if add_bos is None else metadata | {"tokenizer.ggml.add_bos_token": add_bos}
+        tokenizer = Tokenizer.from_gguf(said)
+        assert (tokenizer.encode("the")[0] == tokenizer.bos_id) is (default if add_bos is None else add_bos)
+
+
+def test_gguf_ends_are_found_by_id_and_by_name():
+    metadata = changed(eos_token_id=5, eot_token_id=6, eom_token_id=7)
+    im_end = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    assert Tokenizer.from_gguf(metadata).eos_ids == {5, 6, 7, im_end}
+
+
+# BOS and EOS (H31)
+
+
+@pytest.mark.parametrize("adds_eos", [False, True])
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_a_prompt_has_one_bos_and_no_eos(adds_bos: bool, adds_eos: bool, named: str, tmp_path: Path):
+    settings: dict[str, Any] = {"tokenizer_class": named}
+    if named == "LlamaTokenizer":  # it takes no post-processor from the file
+        settings |= {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    folder = save_folder(tmp_path, sentencepiece(adds_bos=adds_bos, adds_eos=adds_eos), **NAMED, **settings)
+    hf, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    assert hf.encode("the cache")[-1:] == [2] if adds_eos else True, "this tokenizer must add EOS itself"
+    for text in ("the cache", "<s>the cache", "the <s> cache"):
+        ids = ours.encode(text)
+        assert ids.count(1) == (adds_bos and not text.startswith("<s>")) + text.count("<s>")
+        assert (ids[0] == 1) is (adds_bos or text.startswith("<s>"))
+        assert ids[-1] != 2
+    expected = hf.encode("the cache")
+    assert ours.encode("the cache") == (expected[:-1] if adds_eos else expected)
+
+
+@pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS, ENDS_IN_EOS])
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_a_chat_has_the_ids_of_apply_chat_template(template: str, adds_eos: bool, tmp_path: Path):
+    tokenizer = sentencepiece(adds_eos=adds_eos)
+    folder = save_folder(tmp_path, tokenizer, **NAMED, chat_template=template)
+    hf, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    for messages in (USER, [*USER, {"role": "assistant", "content": " 😀"}, {"role": "user", "content": "<s>?"}]):
+        ids = ours.encode_chat(messages)
+        assert ids == hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert ids.count(1) == template.count("bos_token") + (len(messages) > 1)
+        assert ids.count(2) == template.count("eos_token")
+
+
+def test_ends_come_from_every_config(tmp_path: Path):
+    folder = save_folder(tmp_path, sentencepiece(), config={"eos_token_id": 7}, **NAMED)
+    assert Tokenizer.from_folder(folder).eos_ids == {2, 7}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert Tokenizer.from_folder(folder).eos_ids == {2, 7, 8, 9}
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with strings(ModelError, "generation_config.json", "eos_token_id"):
+        Tokenizer.from_folder(folder)
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
+    tokenizer = sentencepiece()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4, pad_id=0, pad_token="<unk>")
+    ours = Tokenizer.from_folder(save_folder(tmp_path, tokenizer, **NAMED))
+    assert ours.decode(ours.encode("the answer is that")) == "the answer is that"
+    assert 0 not in ours.encode("a")
+
+
+# What can't be loaded
+
+
+def test_folders_that_can_not_be_loaded(tmp_path: Path):
+    with strings(ModelError, "no tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with strings(ModelError, "tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_decoder_that_can_not_be_streamed_is_refused(tmp_path: Path):
+    tokenizer = sentencepiece()
+    tokenizer.decoder = decoders.WordPiece()
+    with strings(ModelError, "WordPiece", "ByteLevel"):
+        Tokenizer.from_folder(save_folder(tmp_path, tokenizer, **NAMED))
+
+
+# Requests
+
+
+@pytest.mark.parametrize("text", ["x \ud83d", "\ude00 y", "\ude00\ud83d"])
+def test_half_a_surrogate_pair_is_refused(text: str):
+    with strings(InvalidArgument, "text_input: ", "surrogate"):
+        default_tokenizer().encode(text)
+    for message in ({"role": "user", "content": text}, {"role": text, "content": "x"}):
+        with strings(InvalidArgument, "messages: ", "surrogate"):
+            default_tokenizer().encode_chat([message])
+
+
+def test_whole_pairs_and_nul_are_text():
+    messages = parse_messages('[{"role": "user", "content": "\\ud83d\\ude00 \\u0000"}]')
+    assert "😀 \x00" in default_tokenizer().decode(default_tokenizer().encode_chat(messages))
+
+
+def test_an_empty_prompt_is_refused():
+    with strings(InvalidArgument, "text_input: ", "empty"):
+        default_tokenizer().encode("")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "non-empty"),
+        ("{}", "non-empty"),
+        ('"hi"', "non-empty"),
+        ("null", "non-empty"),
+        ('["hi"]', "message 0 must be an object"),
+        ('[{"role": "user", "content": "x"}, {"content": "x"}]', "message 1: role"),
+        ('[{"role": 1, "content": "x"}]', "message 0: role"),
+        ('[{"role": "user"}]', "message 0: content"),
+        ('[{"role": "user", "content": null}]', "message 0: content"),
+        ('[{"role": "user", "content": [{"type": "text", "text": "x"}]}]', "message 0: content"),
+    ],
+)
+def test_malformed_messages_are_refused(text: str, part: str):
+    with strings(InvalidArgument, "^messages: |INVALID_ARG: messages: ", part):
+        parse_messages(text)
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[0].tool.name }}", "has no attribute 'tool'"),
+        ("{{ messages[0].content + 1 }}", "can't render"),
+        ("{{ 1 // 0 }}", "can't render"),
+        ("{% for %}", "chat template"),
+        (None, "no chat template; send text_input"),
+    ],
+)
+def test_a_template_that_refuses_is_heard(template: str | None, part: str, tmp_path: Path):
+    tokenizer = Tokenizer.from_folder(save_folder(tmp_path, sentencepiece(), **NAMED, chat_template=template))
+    with strings(InvalidArgument, "messages: ", part):
+        tokenizer.encode_chat(USER)
+
+
+def test_deeply_nested_messages_are_refused():
+    for depth in (100, 300, 600, 900, 990):
+        text = '[{"role": "user", "content": "x", "extra": ' + "[" * depth + "]" * depth + "}]"
+        try:
+            ids = default_tokenizer().encode_chat(parse_messages(text))
+        except InvalidArgument as error:
+            assert error.field == "messages"
+        else:
+            assert ids == default_tokenizer().encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_threads_can_share_a_tokenizer():
+    tokenizer = default_tokenizer()
+    work = [text * repeat for repeat in (1, 5, 25) for text in TRICKY]
+    expected = [(tokenizer.encode(text), tokenizer.encode_chat([{"role": "user", "content": text}])) for text in work]
+    with ThreadPoolExecutor(8) as pool:
+        prompts = list(pool.map(tokenizer.encode, work))
+        chats = list(pool.map(lambda text: tokenizer.encode_chat([{"role": "user", "content": text}]), work))
+    assert list(zip(prompts, chats, strict=True)) == expected
