@@ -8,14 +8,28 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "backend_src" / "kvloom"
 
-BASE = {"kvloom.errors", "kvloom.config", "kvloom.request"}
-SUBMODULES = {f"kvloom.{path.stem}" for path in PACKAGE.glob("*.py")}
-SCHEDULING = ("waiting", "timers", "residency", "scheduler")
-PLAIN = {
-    f"kvloom.{name}"
-    for name in ("kv.blocks", "kv.cache", "engine.observations", *map("scheduling.{}".format, SCHEDULING))
+NOUNS = {"admin", "config", "errors", "faults", "private", "request", "secret"}
+"""Modules at the top, which every department but ops may import."""
+
+MAY_IMPORT = {
+    "ops": "",
+    "text": "",
+    "kv": "",
+    "scheduling": "kv",
+    "models": "kv ops text",
+    "decoding": "ops",
+    "executor": "kv ops models decoding",
+    "conversation": "scheduling text",
+    "planning": "kv models",
+    "engine": "kv ops models text scheduling conversation executor planning",
+    "serving": "text scheduling conversation engine",
+    "launcher": "models planning",
 }
-"""The scheduler and what it stands on: no torch, neither directly nor through what they import."""
+"""By department: the others that it may import. All of them stand above it, so that no two import each other."""
+
+USE_TORCH = {"ops", "kv", "models", "decoding", "executor", "planning", "engine"}
+PLAIN = {"kvloom.kv.blocks", "kvloom.kv.cache", "kvloom.engine.observations"}
+"""As plain as the scheduler and the nouns, though their departments use torch."""
 
 
 def name_of(path: Path) -> str:
@@ -41,10 +55,24 @@ def imports_of(path: Path) -> set[str]:
 
 
 MODULES = {name: imports_of(path) for name, path in FILES.items()}
+BASE = {f"kvloom.{name}" for name in NOUNS}
 
 
 def ours(module: str) -> set[str]:
     return {name for name in MODULES[module] if name.split(".")[0] == "kvloom"}
+
+
+def department(module: str) -> str:
+    """The folder that a module lies in; "" for what lies at the top."""
+    inner = module.split(".")[1:]
+    return inner[0] if len(inner) > 1 or FILES[module].name == "__init__.py" and inner else ""
+
+
+def users_of(library: str) -> set[str]:
+    """The modules that import a library or a part of it."""
+    found = {module for module, names in MODULES.items() if library in {name.split(".")[0] for name in names}}
+    assert found
+    return found
 
 
 def reached(module: str) -> set[str]:
@@ -57,53 +85,68 @@ def reached(module: str) -> set[str]:
     return seen
 
 
-def in_folder(folder: str) -> list[str]:
-    found = [module for module in MODULES if module.startswith(f"kvloom.{folder}.")]
-    assert found, f"no modules in {folder}"
-    return found
-
-
 def test_every_import_of_ours_is_a_module():
     assert {name for module in MODULES for name in ours(module)} <= set(MODULES)
 
 
+def test_every_module_is_a_noun_or_in_a_department():
+    assert {name for name in MODULES if not department(name)} == BASE | {"kvloom"}
+    assert {department(name) for name in MODULES} - {""} == set(MAY_IMPORT)
+
+
+def test_the_table_goes_one_way():
+    above = set()
+    for name, others in MAY_IMPORT.items():
+        assert set(others.split()) <= above, name
+        above.add(name)
+    # nothing inside knows who serves it or who starts it
+    assert not {"serving", "launcher"} & {other for others in MAY_IMPORT.values() for other in others.split()}
+
+
 @pytest.mark.parametrize("module", sorted(BASE))
-def test_base_needs_only_base(module):
+def test_nouns_need_only_nouns(module):
     assert ours(module) <= BASE
 
 
-@pytest.mark.parametrize("module", sorted(PLAIN))
-def test_scheduling_is_plain_python(module):
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_a_department_imports_what_it_may(name):
+    allowed = {"", name, *MAY_IMPORT[name].split()}
+    for module in MODULES:
+        if department(module) == name:
+            assert {department(used) for used in ours(module)} <= allowed, (module, ours(module))
+
+
+def test_torch_stays_where_tensors_are():
+    # `kvloom plan` asks torch what device there is
+    assert {department(module) for module in users_of("torch") - {"kvloom.launcher.cli"}} <= USE_TORCH
+
+
+@pytest.mark.parametrize("module", sorted(BASE | PLAIN | {name for name in FILES if department(name) == "scheduling"}))
+def test_scheduling_and_what_it_stands_on_is_plain_python(module):
     needed = reached(module)
-    assert needed <= BASE | PLAIN
+    assert {name for name in needed if department(name) != "scheduling"} <= BASE | PLAIN
     for name in needed | {module}:
         assert not {used for used in MODULES[name] if used.split(".")[0] in ("torch", "triton", "numpy")}, name
 
 
-@pytest.mark.parametrize("module", in_folder("ops"))
-def test_ops_know_nothing_of_ours(module):
-    assert not {name for name in ours(module) if not name.startswith("kvloom.ops.")}
+def test_ops_know_nothing_of_ours():
+    assert not {name for module in MODULES if department(module) == "ops" for name in ours(module) & BASE}
 
 
-@pytest.mark.parametrize("module", in_folder("models"))
-def test_models_stand_on_ops_and_codecs(module):
-    assert all(
-        name.startswith(("kvloom.models.", "kvloom.ops."))
-        or name in BASE | {"kvloom.kv.codec", "kvloom.text.tokenizer"}
-        for name in ours(module)
-    ), ours(module)
-
-
-def test_engine_does_not_know_who_serves_it():
-    for module in MODULES:
-        if not module.startswith("kvloom.serving."):
-            assert not {name for name in ours(module) if name.startswith("kvloom.serving")}, module
+def test_models_know_codecs_and_tokenizers_only():
+    known = {name for module in MODULES if department(module) == "models" for name in ours(module)}
+    assert {name for name in known if department(name) in ("kv", "text")} <= {
+        "kvloom.kv.codec",
+        "kvloom.text.tokenizer",
+    }
 
 
 def test_only_serving_sees_tritons_backend():
-    users = {module for module, names in MODULES.items() if "triton_python_backend_utils" in names}
-    assert users
-    assert all(module.startswith("kvloom.serving.") for module in users)
+    assert {department(module) for module in users_of("triton_python_backend_utils")} == {"serving"}
+
+
+def test_only_the_launcher_is_a_client():
+    assert {department(module) for module in users_of("kvloom_client")} == {"launcher"}
 
 
 def test_client_never_imports_the_server():
@@ -114,9 +157,7 @@ def test_client_never_imports_the_server():
 
 
 def test_a_server_without_a_gpu_never_imports_triton():
-    users = {module for module, names in MODULES.items() if "triton" in names}
-    assert users
-    assert all(module.startswith("kvloom.ops.gpu.") for module in users)
+    assert all(module.startswith("kvloom.ops.gpu.") for module in users_of("triton"))
 
 
 @pytest.mark.parametrize(
