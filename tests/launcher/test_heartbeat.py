@@ -15,7 +15,7 @@ from kvloom.launcher import heartbeat
 from kvloom.launcher.heartbeat import Heartbeat
 
 ALIVE = {"op": "ping", "ok": True, "since_step_s": 0.0, "failed_steps": 0, "draining": False}
-Says = Callable[[dict[str, Any]], dict[str, Any] | None]
+Says = Callable[[dict[str, Any]], object]
 
 
 class Clock:
@@ -39,7 +39,7 @@ def door(says: Says) -> Iterator[tuple[int, threading.Event]]:
             if said is None:
                 closed.wait(30)
                 return
-            content = json.dumps(said).encode()
+            content = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -109,6 +109,33 @@ def test_one_that_does_not_answer_is_stuck(clock):
 def test_one_that_answers_with_errors_is_stuck_and_they_are_told(clock):
     found, after = problem(clock, lambda body: {"error": "Stub process 'llm_0_0' is not healthy."})
     assert found == f"{STUCK}; the last answer to a ping was: Stub process 'llm_0_0' is not healthy."
+    assert after == pytest.approx(3.0, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"<html>It works!</html>",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        [],
+        7,
+        {},
+        {"text_output": None},
+        {"text_output": "{"},
+        {"text_output": "[]"},
+        {"text_output": "{}"},
+        {"text_output": json.dumps(ALIVE | {"since_step_s": "soon"})},
+        {"text_output": json.dumps(ALIVE | {"since_step_s": float("nan")})},
+        {"text_output": json.dumps(ALIVE | {"failed_steps": None})},
+        {"error": {"code": 3}},
+    ],
+)
+def test_one_that_answers_something_else_is_stuck_and_it_is_told(clock, said):
+    found, after = problem(clock, lambda body: said)
+    assert found is not None
+    assert found.startswith(f"{STUCK}; the last answer to a ping was: not kvloom's answer: ")
     assert after == pytest.approx(3.0, abs=0.2)
 
 

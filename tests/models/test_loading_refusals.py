@@ -29,7 +29,7 @@ CONFIG_REFUSALS = [
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "64"}, "hidden_size=64 must be int"),
     ({"hidden_size": True}, "hidden_size=True must be int"),
-    ({"hidden_size": 66}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
+    ({"hidden_size": 66, "head_dim": None}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
     ({"num_attention_heads": 0}, "num_attention_heads=0"),
     ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
     ({"num_hidden_layers": -1}, "n_layers=-1 must be positive"),

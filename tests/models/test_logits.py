@@ -27,7 +27,7 @@ from kvloom.request import Request, SamplingParams, Sequence, Slice
 from kvloom.text.tokenizer import Tokenizer
 from support.float64_llama import Float64Llama
 from support.some_tokenizers import default_metadata, default_tokenizer
-from support.tiny_models import HEADS, LLAMA3_ROPE, edit_tensors, make_tiny, to_gguf
+from support.tiny_models import HEADS, LLAMA3_ROPE, edit_config, edit_tensors, make_tiny, to_gguf
 
 TEXTS = [
     "  two spaces, and the dog did not mind it in the least: it was asleep  and   kept dreaming of a quick brown fox.",
@@ -283,3 +283,22 @@ def test_f16_gguf_is_the_folder_within_fp16_noise(tiny, tmp_path):
         print(f"{noise:.1e} of the logits' size away from the folder's")
         # a weight moves by at most 2^-11 of its size; two layers of products add up to some more
         assert 0 < noise < 4 * 2**-11
+
+
+@torch.inference_mode()
+def test_heads_that_do_not_share_the_hidden_size_out(tmp_path):
+    folder = make_tiny(tmp_path, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
+    config = LlamaConfig.from_pretrained(folder)
+    # not from the beginning: transformers' own check overlooks head_dim; its model does not
+    config.num_attention_heads = 6
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(config).eval()
+    weights = {name: weight for name, weight in theirs.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, num_attention_heads=6)
+    decoder = open_decoder(folder)
+    assert (decoder.spec.n_heads, decoder.spec.head_dim, decoder.spec.hidden_size) == (6, 16, 64)
+    text = list(range(5, 60))
+    torch.testing.assert_close(
+        paged_logits(decoder, [text], [[7, len(text) - 7]])[0], theirs(torch.tensor([text])).logits[0]
+    )

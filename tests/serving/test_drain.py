@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tritonclient.grpc as triton
 
 from kvloom.admin import admits, digest, digests
 from kvloom.engine.thread import Loop, Pulse
@@ -16,7 +17,7 @@ from kvloom.request import FinishReason, Request, SamplingParams
 from kvloom.serving.control import Control, act
 from kvloom_client import Client, HttpClient, RequestFailed
 from support.engine_driver import Answer, Driver
-from support.launched import launched
+from support.launched import Launched, launched
 from support.server import Footprint
 from support.tiny_models import make_tiny
 from support.tiny_server import Tiny, stub
@@ -244,18 +245,41 @@ def test_sigterm_lets_answers_end_and_leaves_nothing(tiny):
     serving.footprint.assert_gone()
 
 
+EXIT_TIMEOUT_S = 60
+"""So long that a stop which uses a third of it has not waited for it to pass."""
+
+
 def test_a_client_of_generate_that_leaves_at_the_stop_holds_nothing_up(tiny):
-    with launched("--exit-timeout=20", settings=settings_of(tiny)) as serving:
+    with launched(f"--exit-timeout={EXIT_TIMEOUT_S}", settings=settings_of(tiny)) as serving:
         with HttpClient(f"http://127.0.0.1:{serving.http}") as http:
             stream = http.stream(input_ids=[5], max_tokens=4000, ignore_eos=True)
             next(stream)
             serving.process.send_signal(signal.SIGTERM)
             stream.cancel()
-        start = time.monotonic()
-        assert serving.process.wait(30) == 0
-        took = time.monotonic() - start
+        assert_ends_early(serving)
+
+
+def test_a_request_that_triton_loses_count_of_holds_nothing_up(tiny):
+    with launched(f"--exit-timeout={EXIT_TIMEOUT_S}", settings=settings_of(tiny)) as serving:
+        with triton.InferenceServerClient(serving.url) as client:
+            prompt = triton.InferInput("text_input", [1, 1], "BYTES")
+            prompt.set_shared_memory("nobody registered it", 16)
+            refused = threading.Event()
+            client.start_stream(lambda result, error: refused.set())
+            client.async_stream_infer("llm", [prompt], sequence_id=5, sequence_start=True, sequence_end=True)
+            assert refused.wait(30)
+            client.stop_stream(cancel_requests=True)
+        serving.process.send_signal(signal.SIGTERM)
+        assert_ends_early(serving)
+
+
+def assert_ends_early(serving: Launched) -> None:
+    """A server that was told to stop does, long before its exit timeout, and leaves nothing."""
+    start = time.monotonic()
+    assert serving.process.wait(2 * EXIT_TIMEOUT_S) == 0
+    took = time.monotonic() - start
     print(f"the process ended after {took:.1f} s")
-    assert took < 10
+    assert took < EXIT_TIMEOUT_S / 3
     serving.footprint.assert_gone()
 
 

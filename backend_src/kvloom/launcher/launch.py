@@ -36,7 +36,8 @@ SHARED_MEMORY_MIB = 16
 
 POLL_S = 0.1
 UNLOAD_S = 4.0
-"""Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second."""
+"""Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second. It gets
+no more once all answers have ended: a request that Triton itself lost count of would hold it up to its last second."""
 
 LEAST_UNLOAD_S = 1.0
 """Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
@@ -244,17 +245,22 @@ class Server:
     def _end_processes(self) -> None:
         if self.ready:
             deadline = time.monotonic() + self._exit_timeout_s
-            self._drain()
+            drained = self._drain()
             self._answered = False
             # tritonserver takes its stubs down itself; a signal to the whole group would cut their last responses
             self.process.terminate()
+            left_s = max(deadline - time.monotonic(), LEAST_UNLOAD_S)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(deadline - time.monotonic(), LEAST_UNLOAD_S))
+                self.process.wait(min(left_s, UNLOAD_S) if drained else left_s)
         # usually nobody is left
         kill_group(self.process)
 
-    def _drain(self) -> None:
-        """Let the running answers end first: once Triton unloads, nothing gets through to `llm`, no cancel either."""
+    def _drain(self) -> bool:
+        """Let the running answers end first: once Triton unloads, nothing gets through to `llm`, no cancel either.
+
+        Returns:
+            Whether all have ended.
+        """
         timeout_s = max(self._exit_timeout_s - UNLOAD_S, self._exit_timeout_s / 2)
         try:
             with Client(self.grpc_url) as client:
@@ -263,6 +269,8 @@ class Server:
                 )
         except KvloomClientError as error:
             log.warning("kvloom: running answers could not be ended before the stop: %s", error)
+            return False
+        return True
 
     def _dismiss_guard(self) -> None:
         if self._guard is not None:

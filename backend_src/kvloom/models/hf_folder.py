@@ -141,7 +141,7 @@ def _tensor_names(file: Path) -> list[str]:
 def _spec(config: Mapping[str, Any], family: Family) -> ModelSpec:
     config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}}
     hidden, heads = typed(config, "hidden_size", int), typed(config, "num_attention_heads", int)
-    if heads < 1 or hidden % heads:
+    if heads < 1 or hidden % heads and config.get("head_dim") is None:
         raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     theta, scaling = _rope(config)
     return ModelSpec(
