@@ -2,7 +2,7 @@
 
 ``run`` measures kvloom, in-process and behind its doors, and those peers that are set up, and writes
 build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile`` says where the time of a step goes.
-``readme`` puts the figures of load/results into the README.
+``figures`` writes the main ones into load/results/figures.md.
 """
 
 import json
@@ -20,11 +20,12 @@ from bench import probe, profile_step, results, setup_peers, tables
 from bench.cases import FULL, QUICK
 from bench.code import code_version
 from bench.compare import comparisons
+from bench.figures import ResultsError
+from bench.figures import figures as main_figures
 from bench.measure import Measurement, MemoryShortError
 from bench.plot import draw
 from bench.probe import Probe
 from bench.prompts import PromptSource
-from bench.readme import ResultsError, filled
 from bench.record import Record, RecordError
 from bench.variants import IN_PROCESS, Variant, about, variants
 from kvloom.config import Settings
@@ -37,7 +38,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 REPORTS = Path("build/reports")
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
 
 PROFILE_REPEATS = 20
 
@@ -115,17 +115,17 @@ def run(
 
 
 @app.command()
-def readme(
+def figures(
     folder: Annotated[Path, typer.Option(help="Where bench.json and profile.json are.", metavar="DIR")] = RESULTS,
 ) -> None:
-    """Put the main figures into the README."""
-    text = README.read_text()
+    """Write the main figures into figures.md beside the results."""
     try:
-        README.write_text(filled(text, folder))
+        text = main_figures(folder)
     except ResultsError as error:
         Console(stderr=True).print(str(error), markup=False)
         raise typer.Exit(1) from None
-    print("README.md: " + ("the same as before" if README.read_text() == text else "filled anew"))
+    (folder / "figures.md").write_text(text)
+    print(f"{folder / 'figures.md'}: written")
 
 
 @app.command()

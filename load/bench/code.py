@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NO_CODE = (":!load/results", ":!README.md")
-"""What a benchmark writes itself."""
+NO_CODE = (":!load/results", ":!*README.md")
+"""What changes no figure."""
 
 
 def code_version(root: Path = ROOT) -> str:

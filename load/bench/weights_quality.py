@@ -2,7 +2,7 @@
 
     python load/bench/weights_quality.py --tokens 4096 --report build/reports/weights.json
 
-The text is the English of this repository, README and docstrings: nothing that the calibration of w8a8 has seen.
+The text is the English of this repository, READMEs and docstrings: nothing that the calibration of w8a8 has seen.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Quality:
 
 def text_windows(tokenizer: Tokenizer, tokens: int, window: int = WINDOW) -> list[list[int]]:
     """The repository's English, in windows of token ids that each begin as a prompt does."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "backend_src").rglob("*.py"))]
+    paths = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted((ROOT / "backend_src").rglob("*.py"))]
     text = "\n".join(path.read_text() for path in paths)
     ids = tokenizer.encode(text[: tokens * 8])[:tokens]
     return [ids[start : start + window] for start in range(0, len(ids) - window + 1, window)]

@@ -1,4 +1,4 @@
-"""What a benchmark shows: rows, comparisons, the README's figures."""
+"""What a benchmark shows: rows, comparisons, the main figures."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,9 @@ import pytest
 from bench import probe, tables
 from bench.cases import FULL, Case
 from bench.compare import BEST, DEFAULT_FILE, DOOR, MORE, PEERS, SERVED, comparisons
+from bench.figures import ResultsError, figures
 from bench.floors import Floors
 from bench.profile_step import REPLAYED, STEP
-from bench.readme import BEGIN, END, ResultsError, filled
 from bench.record import Record
 from bench.results import machines, rows
 from bench.variants import ALONE, about, variants
@@ -126,15 +126,13 @@ def test_peak_memory_is_compared_with_peers_that_have_no_more_for_keys_and_value
     ]
 
 
-def test_the_readme_has_the_figures_of_the_results():
-    root = Path(__file__).parents[2]
-    text = (root / "README.md").read_text()
-    assert filled(text, root / "load" / "results") == text, "call load/benchmark.py readme"
-    assert filled(text.replace(END, "old\n" + END), root / "load" / "results") == text
+def test_the_figures_are_those_of_the_results():
+    folder = Path(__file__).parents[2] / "load" / "results"
+    assert (folder / "figures.md").read_text() == figures(folder), "call load/benchmark.py figures"
 
 
 def _results(folder, **changes):
-    """Results as short as the README takes them."""
+    """Results as short as may be."""
     meta = {
         "date": "2026-01-02T03:04:05+00:00",
         "cpu": "some CPU",
@@ -151,21 +149,21 @@ def _results(folder, **changes):
     return folder
 
 
-def test_the_readme_shows_the_step_that_is_served(tmp_path):
-    text = filled(BEGIN + END, _results(tmp_path))
+def test_the_figures_show_the_step_that_is_served(tmp_path):
+    text = figures(_results(tmp_path))
     (step,) = [line for line in text.splitlines() if line.startswith("- 1 stream")]
     assert step == "- 1 stream: 12.0 ms (floor 10.0); down 2.0 ms (floor 3.0, faster), add_rms_norm 1.0 ms"
     assert f"| {ALONE} | 400 [2 of 3 rounds] |" in text
 
 
-def test_the_readme_refuses_results_of_other_engines_or_of_few_rounds(tmp_path):
-    with pytest.raises(ResultsError, match="of 2 rounds, the README wants 3"):
-        filled(BEGIN + END, _results(tmp_path, rounds=2))
+def test_results_of_other_engines_or_of_few_rounds_are_refused(tmp_path):
+    with pytest.raises(ResultsError, match="of 2 rounds, figures need 3"):
+        figures(_results(tmp_path, rounds=2))
     today = list(map(about, variants()))
     for others in (today[1:], [{**today[0], "options": {}}, *today[1:]], [*today, {**today[0], "name": ALONE + "!"}]):
         with pytest.raises(ResultsError, match=rf"other engines or settings than today \({ALONE}"):
-            filled(BEGIN + END, _results(tmp_path, variants=others))
+            figures(_results(tmp_path, variants=others))
     rows_of_profile = json.loads((_results(tmp_path) / "profile.json").read_text())["rows"]
     (tmp_path / "profile.json").write_text(json.dumps({"rows": rows_of_profile[:-1]}))
     with pytest.raises(ResultsError, match=f"no '{REPLAYED}'"):
-        filled(BEGIN + END, tmp_path)
+        figures(tmp_path)

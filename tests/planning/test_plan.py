@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from kvloom.ops.linear_float import OneDnnLinear, packed_bytes
 from kvloom.planning.plan import LEAST_HEADROOM, Plan, plan_memory
 from kvloom.planning.report import Report
 from support.engine_driver import Driver
+from support.readmes import BLOCKS
 from support.tiny_models import make_tiny
 
 GIB = 2**30
@@ -274,8 +274,11 @@ def test_the_command_refuses(model, arguments, message):
 
 
 def test_the_table_in_the_readme_is_the_real_one():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    [(arguments, shown)] = re.findall(r"```console\n\$ \.venv/bin/kvloom plan (.*?)\n(.*?)```", readme, re.DOTALL)
+    [(arguments, shown)] = [
+        found
+        for block in BLOCKS
+        for found in re.findall(r"^\$ \.venv/bin/kvloom plan (.*?)\n(.*)", block.text, re.DOTALL | re.MULTILINE)
+    ]
     run = run_plan(*arguments.split())
     assert run.returncode == 0, run.stderr
     expected = [line.rstrip() for line in shown.splitlines()]

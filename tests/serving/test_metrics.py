@@ -4,10 +4,10 @@ import importlib
 import re
 import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 from kvloom.engine.engine import Stats
+from support.readmes import table
 
 TYPES = {
     "kvloom_requests_running": "gauge",
@@ -69,6 +69,5 @@ def test_nobody_holds_a_family_or_a_metric_after_the_stop(monkeypatch):
 
 
 def test_the_readme_has_every_metric():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = re.findall(r"^\| `(kvloom_\w+)(?:{\w+})?` \| (\w+) \|", readme, re.MULTILINE)
-    assert dict(rows) == TYPES
+    rows = table("metric", "kind", "meaning")
+    assert {re.sub(r"[`{].*", "", name.strip("`")): kind for name, kind, _ in rows} == TYPES

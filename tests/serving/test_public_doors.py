@@ -63,7 +63,7 @@ def test_h17_leaving_an_http_stream_ends_the_work(one_slot):
 
 
 def test_h17_a_deadline_ends_the_work_of_a_plain_http_call(one_slot):
-    # nothing is written before the end, so Triton can't notice that the client left: documented in the README
+    # nothing is written before the end, so Triton can't notice that the client left: model_repository/README.md says so
     sock = send(one_slot, "generate", **LONG, deadline_ms=1500)
     time.sleep(0.5)
     sock.close()

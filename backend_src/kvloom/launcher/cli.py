@@ -62,7 +62,7 @@ class ListsSettings(TyperCommand):
         """Write the help."""
         from kvloom.config import Settings
 
-        self.epilog = f"Settings: {', '.join(Settings.names())}. The README says what they mean."
+        self.epilog = f"Settings: {', '.join(Settings.names())}. model_repository/README.md says what they mean."
         super().format_help(ctx, formatter)
 
 

@@ -1,4 +1,4 @@
-"""The README's figures, from the files that a benchmark and a profile wrote."""
+"""The main figures, from the files that a benchmark and a profile wrote."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,47 +10,43 @@ from bench.profile_step import REPLAYED, STEP
 from bench.tables import cells, columns, comparison_tables, faster, render, title
 from bench.variants import about, variants
 
-BEGIN, END = "<!-- figures of load/results, by load/benchmark.py readme -->\n", "<!-- end of the figures -->\n"
-
 LEFT_OUT = ("loaded_rss", "same_first_token")
-"""Columns of the results file that the README does not have."""
+"""Columns of bench.md that are no main figures."""
 
 OPS_SHOWN = 5
 LEAST_ROUNDS = 3
-"""Of results that the README shows: fewer have no median worth the name."""
+"""Fewer have no median worth the name."""
 
 Row = dict[str, Any]
 
 
 class ResultsError(Exception):
-    """The results are not those that the README may show; says why."""
+    """These results may not be shown as the main figures; says why."""
 
 
-def filled(readme: str, results: Path) -> str:
-    """The README's text with the figures of ``bench.json`` and ``profile.json`` between its two marks.
+def figures(results: Path) -> str:
+    """The text of figures.md, from ``bench.json`` and ``profile.json`` in that folder.
 
     Raises:
         ResultsError: they are of too few rounds, or of other engines or settings than there are today.
     """
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
     bench, profile = (json.loads((results / f"{name}.json").read_text()) for name in ("bench", "profile"))
     _check(bench, profile)
-    return before + BEGIN + _figures(bench, profile) + END + after
+    return _figures(bench, profile)
 
 
 def _check(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> None:
     meta = bench["meta"]
     if meta["rounds"] < LEAST_ROUNDS:
-        raise ResultsError(f"bench.json is of {meta['rounds']} rounds, the README wants {LEAST_ROUNDS}; run it anew")
+        raise ResultsError(f"bench.json is of {meta['rounds']} rounds, figures need {LEAST_ROUNDS}; run it again")
     # as they come back from a file
     today = {one["name"]: one for one in json.loads(json.dumps(list(map(about, variants()))))}
     measured = {one["name"]: one for one in meta["variants"]}
     differ = [name for name in {**today, **measured} if today.get(name) != measured.get(name)]
     if differ:
-        raise ResultsError(f"bench.json has other engines or settings than today ({', '.join(differ)}); run it anew")
+        raise ResultsError(f"bench.json has other engines or settings than today ({', '.join(differ)}); run it again")
     if not any(row["op"] == REPLAYED for row in profile["rows"]):
-        raise ResultsError(f"profile.json has no '{REPLAYED}'; run the profile anew")
+        raise ResultsError(f"profile.json has no '{REPLAYED}'; run the profile again")
 
 
 def _figures(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
@@ -59,7 +55,7 @@ def _figures(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
     wanted = [column for column in columns(measured) if column[0] not in LEFT_OUT]
     lines = {name: line for name, line in cells(measured).items() if line}
     return render(
-        "readme.md.jinja",
+        "figures.md.jinja",
         meta=bench["meta"],
         titles=list(map(title, wanted)),
         lines={name: [_value(line.get(column, "")) for column in wanted] for name, line in lines.items()},
