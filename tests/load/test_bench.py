@@ -197,7 +197,9 @@ def test_the_machine_is_measured_as_fast_as_its_memory_is_read():
     numbers.sum()
     # all cores at once read no slower than one does
     assert machine.bytes_per_s > 0.7 * numbers.nbytes / (time.perf_counter() - begin)
-    assert machine.operations.keys() == {"fp32", "bf16", "int8"} and min(machine.operations.values()) > 1e9
+    assert machine.operations.keys() == {"fp32", "bf16", "int8"}
+    # a plain loop would be a hundred times slower than fp32
+    assert min(machine.operations.values()) > 0.1 * machine.operations["fp32"]
 
 
 def test_engines_are_loaded_together_as_far_as_they_fit():

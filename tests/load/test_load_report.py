@@ -228,7 +228,7 @@ def browse(page: Path, folder: Path, *what: str) -> str:
     """Open a page in Chromium, which does ``what`` with it; what it prints."""
     browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if browser is None:
-        pytest.skip("no Chromium here (Debian: chromium-headless-shell): nobody looked at the page")
+        pytest.skip("no browser looks at the page; install one: apt-get install chromium-headless-shell")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1280,4000", *what, page.as_uri()]

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvloom.models.fetch import cache_folder
 from kvloom.ops.linear import Weight, concat_rows, pack_gated_linear, pack_linear, pack_rows, pack_tied_linear
+from kvloom.ops.linear_float import BLOCK_ROWS
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import stop_using_native, use_native
@@ -147,8 +149,6 @@ def test_a_closed_gate_holds_back_what_is_large(form, dtype):
     assert torch.allclose(y, expected.expand(-1, 40), rtol=ROUNDING[dtype], atol=0)
 
 
-# not in torch, whose products round by their sizes
-@pytest.mark.parametrize("form", ["C++", "C++ for AVX2"], indirect=True)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_many_rows_are_each_as_if_there_were_few(form, kind, dtype):
     """With so many rows for each thread that it takes several passes over its own, the last of them no whole one."""
@@ -168,6 +168,32 @@ def test_many_rows_are_each_as_if_there_were_few(form, kind, dtype):
     expected = x.double() @ exact.T
     tolerance = 2e-2 if kind in INT8_GROUPS else ROUNDING[dtype]
     assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+class Sizes(TorchDispatchMode):
+    """Numbers of rows of the products that oneDNN is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "_linear_pointwise" in str(op):
+            self.seen.add(args[0].shape[0])
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["torch"], indirect=True)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_onednn_sees_one_number_of_rows(form, kind, dtype):
+    """By which it chooses AMX or not, and the order of sums: what a row gives would depend on its neighbours."""
+    weight, _ = make(kind, 40, 400)
+    linear = pack_linear(weight, dtype)
+    sizes = Sizes()
+    with sizes:
+        for rows in (1, 2, 15, 16, 17, 100):
+            assert linear(torch.ones(rows, 400, dtype=dtype)).shape == (rows, 40)
+    assert sizes.seen == {BLOCK_ROWS}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)

@@ -11,7 +11,6 @@ from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import pack_linear
-from kvloom.ops.linear_float import kernel_rows
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.sampling import likeliest
@@ -312,13 +311,6 @@ def test_silu_mul(dtype):
     gate_up = (torch.randn(3, 2 * 37) * 8).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     close(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
-
-
-def test_products_have_few_sizes():
-    sizes = {rows: kernel_rows(rows) for rows in range(1, 513)}
-    assert len(set(sizes.values())) < 60, "oneDNN keeps a kernel for each"
-    assert all(rows <= size <= max(2, 1.125 * rows) for rows, size in sizes.items())
-    assert kernel_rows(0) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

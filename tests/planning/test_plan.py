@@ -18,7 +18,7 @@ from kvloom.errors import SettingsError
 from kvloom.models import gpu_footprint
 from kvloom.models.footprint import step_bytes, weights_bytes
 from kvloom.models.weights import open_model
-from kvloom.ops.linear_float import OneDnnLinear, packed_bytes
+from kvloom.ops.linear_float import OneDnnLinear, packed_bytes, packed_dtype
 from kvloom.planning.plan import LEAST_HEADROOM, Plan, plan_memory
 from kvloom.planning.report import Report
 from support.engine_driver import Driver
@@ -79,11 +79,14 @@ def test_plain_weights_are_the_files_tensors(tmp_path, monkeypatch, tied, dtype,
         monkeypatch.setattr("kvloom.models.footprint.is_buildable", lambda: False)
     folder = make_tiny(tmp_path, heads=8, kv_heads=4, intermediate_size=MLP, vocab_size=VOCAB, tied=tied)
     stored = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-    # torch's packed weights can't be read row by row
-    twice = VOCAB * HIDDEN if tied and not native else 0
-    rotary = 256 * HEAD_DIM * 4
+    norms = (2 * LAYERS + 1) * HIDDEN
+    # torch's packed weights can't be read row by row, which an embedding is
+    embedding = VOCAB * HIDDEN if not (tied and native) else 0
+    packed = stored - norms - (0 if tied else embedding)
+    kept = dtype if native else packed_dtype(dtype)
+    expected = packed * kept.itemsize + (norms + embedding) * dtype.itemsize + 256 * HEAD_DIM * 4
     weights = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    assert weights_bytes(open_model(folder).spec, weights, dtype) == (stored + twice) * dtype.itemsize + rotary
+    assert weights_bytes(open_model(folder).spec, weights, dtype) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,7 +96,7 @@ def test_packed_weights_take_what_was_estimated(shape, dtype):
     packed = OneDnnLinear(torch.ones(shape, dtype=dtype))._packed
     real = sum(torch.ops.mkldnn._nbytes(part) for part in packed)
     least = shape[0] * shape[1] * dtype.itemsize
-    assert least <= real <= packed_bytes(*shape, dtype)
+    assert least <= real <= packed_bytes(*shape, packed_dtype(dtype))
 
 
 def test_without_a_compiler_the_scores_of_a_full_chunk_dominate_a_long_context(spec, monkeypatch):

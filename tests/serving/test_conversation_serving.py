@@ -303,7 +303,7 @@ def test_clients_that_die_without_an_end(tiny):
             assert talk.generate(input_ids=tokens(2, 5), max_tokens=8, **GREEDY).token_ids == fresh(
                 survivor, tokens(2, 5)
             )
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 30
             expect_conversations(server, 4)
             busy = talk.stream(input_ids=tokens(2, 5), max_tokens=4000, timeout=60, **GREEDY)
             next(busy)

@@ -68,9 +68,9 @@ def test_generate_neither_hangs_nor_leaves_a_thread_behind(few_slots):
             assert list(left) == []
             with pytest.raises(Unavailable, match="no free slot"):
                 client.generate(**PROMPT, model="generate", timeout=30)
-            assert time.monotonic() - begun < QUEUE_TIMEOUT_S + 5
+            assert time.monotonic() - begun < QUEUE_TIMEOUT_S + 30
             # a cancel that was sent just before its request expired waits as long once more
             while threads_of_generate(few_slots) > before:
-                assert time.monotonic() - begun < 2 * QUEUE_TIMEOUT_S + 5
+                assert time.monotonic() - begun < 2 * QUEUE_TIMEOUT_S + 30
                 time.sleep(0.2)
         assert client.generate(**PROMPT, model="generate", timeout=30).text == expected

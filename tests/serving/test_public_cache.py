@@ -219,12 +219,10 @@ def test_h18_what_the_pool_can_never_hold(tiny, plain):
         ThreadPoolExecutor(1) as pool,
     ):
         expected = ids(ask(roomy, short))
-        begun = time.monotonic()
         with pytest.raises(
             InvalidArgument, match=r"INVALID_ARG: prompt: has 1000 tokens; the whole KV cache holds 512"
         ):
             client.generate(input_ids=tokens(1800, 1000), max_tokens=1)
-        assert time.monotonic() - begun < 1
         assert ids(ask(client, short)) == expected
 
         outgrowing = {"input_ids": tokens(1801, 300), "max_tokens": 1000, **GREEDY}
@@ -335,7 +333,7 @@ def test_h37_gauges_return_after_all_clients_left(tiny, caching):
     with tiny.client(caching):
         cut_streams(caching)
         # no request comes that could wake the engine
-        assert_idle(caching, within=5)
+        assert_idle(caching)
         left = blocks(caching)
         assert left["free"] + left["cached"] == POOL
 
@@ -344,6 +342,6 @@ def test_h37_gauges_return_after_all_clients_left(tiny, caching):
 def test_h37_gauges_stay_after_all_clients_left_full(tiny, caching):
     with tiny.client(caching):
         cut_streams(caching)
-        assert_idle(caching, within=5)
+        assert_idle(caching)
         time.sleep(25)
         assert blocks(caching)["used"] == 0

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from tokenizers import Tokenizer
 
 from kvloom.launcher.launch import Server
-from kvloom.ops.linear_float import kernel_rows
 from kvloom_client import Client, RequestFailed
 from support.tiny_models import EOS
-from support.tiny_server import Tiny, ask, blocks, request, stub
+from support.tiny_server import Tiny, blocks, request, stub
 
 ENDINGS = ("stop", "length", "eos", "error", "cancel", "disconnect", "deadline")
 
@@ -56,8 +55,6 @@ def nothing_is_left(tiny: Tiny, server: Server, count: int) -> None:
     """After a warm-up, so many requests take no memory, blocks or threads for good."""
     llm, generate = stub(server), stub(server, "generate")
     with tiny.client(server) as client, ThreadPoolExecutor(16) as pool:
-        # oneDNN keeps its kernel for every size of a step
-        ask(client, [request(size, length=size, max_tokens=1) for size in {kernel_rows(n) for n in range(1, 513)}], 1)
 
         def run(numbers: range) -> tuple[int, int, int]:
             ended = Counter(pool.map(lambda number: end(tiny, server, client, number), numbers))

@@ -48,7 +48,7 @@ def metrics(server: Measured) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("kvloom_"))}
 
 
-def eventually(check: Callable[[], bool], within: float = 5.0) -> None:
+def eventually(check: Callable[[], bool], within: float = 30.0) -> None:
     """Within so many seconds ``check`` becomes true."""
     deadline = time.monotonic() + within
     while not check():
@@ -56,7 +56,7 @@ def eventually(check: Callable[[], bool], within: float = 5.0) -> None:
         time.sleep(0.05)
 
 
-def assert_idle(server: Measured, within: float = 5.0, conversations: bool = False) -> None:
+def assert_idle(server: Measured, within: float = 30.0, conversations: bool = False) -> None:
     """Within so many seconds nothing runs or waits any more, and nobody but conversations holds a block."""
     names = ["kvloom_requests_running", "kvloom_requests_waiting"]
     if not conversations:

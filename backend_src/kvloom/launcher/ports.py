@@ -3,6 +3,7 @@
 import ipaddress
 import random
 import socket
+from collections import deque
 from dataclasses import dataclass
 
 from kvloom.errors import LaunchError
@@ -12,6 +13,9 @@ EVERY_INTERFACE = "0.0.0.0"
 
 # below the range from which the kernel takes the ports of outgoing connections
 _CANDIDATES = range(20000, 32000)
+
+# the names that stand for the ports this process has chosen; servers that began 16 launches ago hold theirs themselves
+_claims: deque[socket.socket] = deque(maxlen=4 * 16)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,11 @@ class Ports:
                 raise LaunchError(f"port {port} is in use; give another --{name}-port, or 0 for any free one")
             if port:
                 chosen[name] = port
-        candidates = random.sample(_CANDIDATES, len(_CANDIDATES))
+        candidates = iter(random.sample(_CANDIDATES, len(_CANDIDATES)))
         for name in self._numbers():
             if name not in chosen:
-                # nobody holds the port until tritonserver takes it; chosen at random, two launchers rarely collide
-                port = next(
-                    (port for port in candidates if port not in chosen.values() and _is_free(self.host, port)), 0
-                )
+                free = (p for p in candidates if p not in chosen.values() and _is_free(self.host, p))
+                port = next(filter(_claim, free), 0)
                 if not port:
                     raise LaunchError(f"no free port among {_CANDIDATES.start} to {_CANDIDATES.stop - 1}")
                 chosen[name] = port
@@ -70,6 +72,21 @@ def _can_bind(host: str) -> bool:
         return _is_free(str(ipaddress.IPv4Address(host)), 0)
     except ValueError:
         return False
+
+
+def _claim(port: int) -> bool:
+    """Keep other launchers off a port until tritonserver takes it; False where one of them, or this one, has it.
+
+    A name in Linux's abstract namespace goes with its process, and is as private to a container as its ports.
+    """
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0kvloom-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _claims.append(name)
+    return True
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -4,7 +4,7 @@ import torch
 
 from kvloom.models.spec import ModelSpec
 from kvloom.ops.attention import attention_bytes
-from kvloom.ops.linear_float import kernels_bytes, packed_bytes
+from kvloom.ops.linear_float import kernels_bytes, packed_bytes, packed_dtype
 from kvloom.ops.linear_groups import GROUP, grouped_bytes, unpacked_bytes
 from kvloom.ops.linear_int8 import WIDE_GROUP
 from kvloom.ops.native import is_buildable
@@ -35,7 +35,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     native = is_buildable()
 
     def plain(shape: tuple[int, int]) -> int:
-        return packed_bytes(*shape, dtype)
+        return packed_bytes(*shape, dtype if native else packed_dtype(dtype))
 
     def grouped(shape: tuple[int, int], bits: int, group: int = GROUP) -> int:
         return grouped_bytes(*shape, bits, group=group) if native else plain(shape)
@@ -60,14 +60,14 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
 
 
 def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """Bytes of compiled products, which gather while a server runs; arguments as of ``step_bytes``.
+    """Bytes of compiled products; arguments as of ``step_bytes``.
 
     The products in C++ are compiled before.
     """
     if is_buildable():
         return 0
-    layer = [(columns, tokens) for _, columns in _layer_shapes(spec).values()]
-    return kernels_bytes([*layer, (spec.hidden_size, rows)], dtype)
+    layer = [columns for _, columns in _layer_shapes(spec).values()]
+    return kernels_bytes([*layer, spec.hidden_size], packed_dtype(dtype))
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

@@ -7,8 +7,13 @@ import torch
 from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
-BATCH_HINT = 32
-"""oneDNN: rows per product that the packed layout is chosen for: a decode batch."""
+BLOCK_ROWS = 16
+"""oneDNN: rows of each product; fewer are padded, more are several products.
+
+oneDNN chooses instructions (AMX or not) and the order of sums by the number of rows. With one number a row gives the
+same whatever comes with it, and one kernel for each shape of weight is enough. A lone row costs as much as 16: still
+little beside reading the weight.
+"""
 
 MAX_SUM = 192
 """oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
@@ -22,20 +27,8 @@ _PACKED_ROWS = 64
 _PACKED_COLUMN_BYTES = 64
 """oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
 
-_MOST_KERNELS = 1024
 _KERNEL_BYTES = 640 * 2**10
-"""oneDNN builds a kernel for each shape of a product and keeps the last 1,024 of them; measured: 0.56 to 0.58 MiB each
-(AVX-512, fp32 and bf16)."""
-
-
-def kernel_rows(rows: int) -> int:
-    """Rows that a product of ``rows`` rows is computed with: up to an eighth more, so that there are few numbers.
-
-    oneDNN builds a kernel for each number of rows, milliseconds and up to a megabyte each, and keeps up to 1,024.
-    And it may sum one row in another order than two: a lone request would differ from one in a batch.
-    """
-    step = 1 << max(0, (rows - 1).bit_length() - 4)
-    return max(2, -(-rows // step) * step) if rows else 0
+"""oneDNN keeps a kernel for each shape of a product; measured: 0.56 to 0.58 MiB each (AVX-512, fp32 and bf16)."""
 
 
 class _Packed:
@@ -159,18 +152,19 @@ class OneDnnLinear:
 
     def __init__(self, weight: torch.Tensor, keep_rows: bool = False):
         self._weight = weight if keep_rows else None
-        self._split = _split(weight.shape[1], weight.dtype)
+        self._dtype = packed_dtype(weight.dtype)
+        self._split = _split(weight.shape[1], self._dtype)
         self._packed = [
-            torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), BATCH_HINT)
+            torch.ops.mkldnn._reorder_linear_weight(part.to(self._dtype).contiguous(), BLOCK_ROWS)
             for part in weight.split(self._split, 1)
         ]
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """See ``Linear``."""
         rows = x.shape[0]
-        padding = kernel_rows(rows) - rows
-        y = self._product(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:rows] if padding else self._product(x)
-        return y.to(out_dtype or x.dtype)
+        padded = torch.nn.functional.pad(x.to(self._dtype), (0, 0, 0, -rows % BLOCK_ROWS))
+        blocks = [self._product(block) for block in padded.split(BLOCK_ROWS)]
+        return torch.cat(blocks)[:rows].to(out_dtype or x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See ``TiedLinear``."""
@@ -185,28 +179,28 @@ class OneDnnLinear:
         return y
 
 
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What ``OneDnnLinear`` keeps a weight in: fp32 where oneDNN packs no bf16, as on CPUs without AVX-512."""
+    return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Bytes of a weight [out_features, in_features] in ``OneDnnLinear``; a little more than in ``NativeLinear``."""
+    """Bytes of a weight [out_features, in_features] that oneDNN keeps in ``dtype``; a little more than in
+    ``NativeLinear``."""
     split = _split(in_features, dtype)
     widths = [min(split, in_features - start) for start in range(0, in_features, split)]
     row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
     return _up(out_features, _PACKED_ROWS) * row
 
 
-def kernels_bytes(products: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes of the kernels that oneDNN keeps for products, once each number of rows has come.
-
-    Args:
-        products: in_features of each shape of weight, and the most rows it is multiplied with.
-        dtype: of the weights.
-    """
+def kernels_bytes(widths: Iterable[int], dtype: torch.dtype) -> int:
+    """Bytes of the kernels that oneDNN keeps for weights of so many in_features, kept in ``dtype``."""
     count = 0
-    for in_features, rows in products:
+    for in_features in widths:
         # the first part's product is one kind, adding another's to it a second, and that of a narrower last part
         split = _split(in_features, dtype)
-        kinds = 1 + (in_features > split) + (in_features > split and in_features % split > 0)
-        count += kinds * len({kernel_rows(fewer) for fewer in range(1, rows + 1)})
-    return min(count, _MOST_KERNELS) * _KERNEL_BYTES
+        count += 1 + (in_features > split) + (in_features > split and in_features % split > 0)
+    return count * _KERNEL_BYTES
 
 
 def _split(in_features: int, dtype: torch.dtype) -> int:

@@ -28,7 +28,7 @@ class Plan:
         free: what the process can take before anything is loaded; on a GPU, of the GPU's memory.
         host_free: what it can take of the host's memory, where that is another: for the swap pool.
         weights: loaded weights, as they are kept.
-        products: what the compiled products take once every size of step has come; on a GPU, what CUDA graphs keep.
+        products: what the compiled products take; on a GPU, what CUDA graphs keep.
         step: a step's tensors at their peak, and what threads keep from step to step.
         headroom: what an automatic pool leaves alone.
         weights_dtype: what the weights are: fp32, bf16, int8, int4 or w8a8.

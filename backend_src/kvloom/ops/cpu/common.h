@@ -79,6 +79,18 @@ static inline void narrow(bf16* p, float x) {
     p->bits = x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
+// a * b + c, rounded once where the machine can. Left to itself GCC fuses the two or not by what stands around them and by
+// the CPU it tunes for (not in the chains of Zen): forms of one function would differ in their last bits.
+static inline floats fused(floats a, floats b, floats c) {
+#if LANES_512
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // e^x for x <= 88, about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2, ln(2) in two parts (Cephes' expf).
 // Below -87 it is the smallest normal number, which beside the largest term of a softmax is nothing.
 static inline floats exp_of(floats x) {

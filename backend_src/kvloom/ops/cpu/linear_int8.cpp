@@ -41,7 +41,8 @@ __attribute__((noinline)) void tile(const int8_t* x, const Scale* scales, const 
         }
         const floats scale = load_halves(heads + g * LANES * 2);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) totals[r] += __builtin_convertvector(sums[r], floats) * scale * scales[r].scale;
+        for (int r = 0; r < R; r++)
+            totals[r] = fused(__builtin_convertvector(sums[r], floats) * scale, floats{} + scales[r].scale, totals[r]);
     }
     store_tile(out, outputs, totals, width);
 }
