@@ -23,8 +23,8 @@ def shown(plain: bool = False) -> Iterator[None]:
     """
     console = Console(stderr=True, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    live = Progress(*columns, console=console, transient=True)
-    handler = _Handler(console, live if console.is_terminal and not plain else None)
+    on_terminal = console.is_terminal and not plain
+    handler = _Handler(console, Progress(*columns, console=console, transient=True) if on_terminal else None)
     level = progress.log.level
     progress.log.setLevel(logging.INFO)
     PACKAGE.addHandler(handler)
@@ -33,7 +33,7 @@ def shown(plain: bool = False) -> Iterator[None]:
     finally:
         PACKAGE.removeHandler(handler)
         progress.log.setLevel(level)
-        live.stop()
+        handler.close()
 
 
 class _Handler(logging.Handler):
@@ -56,6 +56,12 @@ class _Handler(logging.Handler):
             self._live.start()
         else:
             self._live.update(self._task, description=text)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._live is not None and self._task is not None:
+            self._live.stop()
+        super().close()
 
     def _print(self, text: str) -> None:
         self._console.print(f"kvloom: {text}", markup=False, soft_wrap=True)
