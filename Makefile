@@ -1,15 +1,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-more test-all lint clean
+.PHONY: setup setup-dev demo serve load bench bench-peers kernel-audit gpu-check test test-more test-all lint clean
 
+# what serves; what the tests, the reports and the linters need beside it
 setup: .venv/.ready
+setup-dev: .venv/.ready-dev
 
-.venv/.ready: pyproject.toml client/pyproject.toml .ci/constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"kvloom needs Python 3.11 to 3.13, $(PYTHON) is {v[0]}.{v[1]}; call make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt -e ./client -e '.[dev,load]'
+PINS := pyproject.toml client/pyproject.toml .ci/constraints.txt
+
+.venv/.ready: $(PINS)
+	@$(PYTHON) .ci/setup.py "1.4 GB" tritonserver
 	@touch $@
+
+.venv/.ready-dev: $(PINS)
+	@$(PYTHON) .ci/setup.py "2.3 GB" tritonserver,dev,load
+	@touch .venv/.ready $@
 
 demo: setup
 	$(BIN)/kvloom generate --serve --temperature 0 "What is the capital of France, and what is it known for?"
@@ -17,22 +23,22 @@ demo: setup
 serve: setup
 	$(BIN)/kvloom serve
 
-load: setup
+load: setup-dev
 	$(BIN)/python load/run.py run --name load
 
-bench: setup
+bench: setup-dev
 	$(BIN)/python load/benchmark.py run
 
-bench-peers: setup
+bench-peers: setup-dev
 	$(BIN)/python load/benchmark.py peers
 
-kernel-audit: setup
+kernel-audit: setup-dev
 	$(BIN)/python load/kernel_audit.py
 
-gpu-check: setup
+gpu-check: setup-dev
 	$(BIN)/python load/gpu_check.py
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,16 +47,16 @@ lint: setup
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
 # the first tier: every department, on 2 cores in less than 10 minutes
-test: setup lint
+test: setup-dev lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not alone and not full"
 
 # the second: what takes long, then what needs the machine for itself; with the first in less than 40 minutes
-test-more: setup
+test-more: setup-dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone and not full"
 	$(BIN)/python -m pytest -m "alone and not full"
 
 # both, and the full-length forms
-test-all: setup lint
+test-all: setup-dev lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
 	$(BIN)/python -m pytest -m alone
 

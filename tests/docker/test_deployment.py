@@ -1,5 +1,6 @@
 """What docker/ promises, as far as a machine without Docker shows it (H36 of the faults that users reported)."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -62,6 +63,14 @@ def test_the_wheel_carries_the_whole_model_repository():
     files = [path.relative_to(ROOT) for path in (ROOT / "model_repository").rglob("*") if path.is_file()]
     files = [path for path in files if "__pycache__" not in path.parts]
     assert listed == {(f"share/kvloom/{path.parent}", str(path)) for path in files}
+
+
+def test_only_the_image_without_a_tritonserver_installs_one():
+    required = importlib.metadata.requires("kvloom")
+    assert [line for line in required if "pytriton" in line] == ['nvidia-pytriton<0.8,>=0.7; extra == "tritonserver"']
+    cpu, gpu = re.findall(r"^FROM \S+ AS (?:cpu|gpu)$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert "[tritonserver]" in cpu
+    assert "[tritonserver]" not in gpu
 
 
 def test_images_and_compose_call_serve_as_it_is():

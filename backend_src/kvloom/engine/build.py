@@ -31,6 +31,7 @@ from kvloom.planning.memory import give_back_freed
 from kvloom.planning.placement import free_on, with_device
 from kvloom.planning.plan import plan_memory
 from kvloom.private import trusted_folder
+from kvloom.progress import phase
 from kvloom.scheduling.admission import Limits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.text.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_num_threads(settings.step_threads)
     _use_native()
+    phase(f"loading the model {settings.model}")
     files = open_model(default_model() if settings.model == "default" else Path(settings.model))
     spec = files.spec
     free = free_on(device)
@@ -78,6 +80,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
+    phase("warming up: measuring what computing and copying cost")
     # before the pool's pages come in a thread, which would be measured, too
     costs = measure_costs(decoder, storage, host_storage, settings.block_size)
     # a chosen pool that does not fit as a whole may still do as far as it is used
@@ -92,6 +95,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     )
     host = BlockPool(plan.swap_blocks)
     if on_gpu:
+        phase("compiling the GPU kernels and recording the decode steps")
         limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
         runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
     else:
@@ -117,7 +121,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
 
 def _use_native() -> None:
     try:
-        use_native(trusted_folder(cache_folder("ops")))
+        use_native(trusted_folder(cache_folder("ops")), building=phase)
     except OSError as error:
         log.warning("the CPU ops run in plain torch, several times slower: %s", error)
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -108,8 +108,7 @@ def serve(
                 verbose=verbose,
             )
             with ExitStack() as cleanup:
-                with _starting(verbose):
-                    cleanup.enter_context(supervisor)
+                cleanup.enter_context(supervisor)
                 for warning in access.warnings(shared_memory, os.geteuid()):
                     print(f"kvloom: warning: {warning}", file=sys.stderr)
                 addresses = (f"{name}={supervisor.ports.address(name)}" for name in ENDPOINTS)
@@ -257,17 +256,10 @@ def main() -> None:
 
 def _repository(model: str | None, assignments: list[str] | None, source: Path | None) -> "ModelRepository":
     from kvloom.launcher.repository import SOURCE, ModelRepository
+    from kvloom.launcher.starting import shown
 
-    return ModelRepository(_chosen(model, assignments), source or SOURCE)
-
-
-@contextmanager
-def _starting(verbose: bool) -> Iterator[None]:
-    """Show that a server is being started, unless its own output shows that."""
-    from rich.console import Console
-
-    with nullcontext() if verbose else Console(stderr=True).status("starting tritonserver"):
-        yield
+    with shown():
+        return ModelRepository(_chosen(model, assignments), source or SOURCE)
 
 
 @contextmanager
@@ -294,10 +286,11 @@ def _client(
             yield client
         return
     from kvloom.launcher.launch import Server
+    from kvloom.launcher.starting import shown
 
     with interrupts.raising():
         repository = _repository(model, assignments, source)
-    with _starting(verbose):
+    with shown(plain=verbose):
         server = Server.start(repository, stop=interrupts.event, binary=binary, verbose=verbose)
     with server, Client(server.grpc_url) as client:
         yield client

@@ -26,7 +26,8 @@ from kvloom.launcher.ports import Ports
 from kvloom.launcher.processes import SHARED_MEMORY, Guard, alive, kill_group, remove_shared_memory, spawn, stubs_of
 from kvloom.launcher.repository import ModelRepository
 from kvloom.launcher.runfolder import run_folder
-from kvloom.launcher.serverlog import ServerLog
+from kvloom.launcher.serverlog import ServerLog, to_log, to_stderr
+from kvloom.progress import phase
 from kvloom_client import Client, KvloomClientError
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Server:
         exit_timeout_s: int = 30,
         stop: threading.Event | None = None,
     ) -> "Server":
-        """Start a server and wait until a first answer has come back.
+        """Start a server and wait until a first answer has come back; what it is doing until then is logged.
 
         Args:
             repository: the models to serve.
@@ -118,15 +119,19 @@ class Server:
             )
             cleanup.callback(server._dismiss_guard)
             cleanup.callback(remove_shared_memory, server.shm_prefix)
-            if verbose:
-                cleanup.callback(server_log.follow())
+            unfollow = server_log.follow(to_stderr if verbose else to_log)
+            cleanup.callback(unfollow)
             options = server._options(workdir / "models", installation.backends)
+            phase("starting tritonserver")
             server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
             cleanup.callback(server._end_processes)
             server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
             deadline = time.monotonic() + start_timeout_s
             server._wait_until(server._serves_http, deadline, stop)
+            phase("waiting for the first answer")
             server._wait_for_canary(deadline, stop)
+            if not verbose:
+                unfollow()
             server._stubs = stubs_of(server.process.pid)
             server._answered = True
             server._cleanup = cleanup.pop_all()

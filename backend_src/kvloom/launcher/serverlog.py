@@ -1,6 +1,8 @@
 """The file with everything that a tritonserver and its models print."""
 
+import logging
 import os
+import re
 import stat
 import sys
 import threading
@@ -10,9 +12,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvloom.errors import LaunchError
+from kvloom.progress import phase
+
+log = logging.getLogger(__name__)
 
 MODEL_SAYS = "kvloom: ERROR kvloom.serving.llm: "
 """What the line begins with in which `llm` says why it can't start."""
+
+TOLD = re.compile(r"kvloom: (INFO kvloom\.progress|WARNING kvloom\.[\w.]+): (.*)")
+"""A line of the models that is for whoever waits for the start."""
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -61,22 +69,26 @@ class ServerLog:
         lines = [line for line in lines if not line.startswith(("+-", "| "))]
         return LaunchError("\n  | ".join([f"{what}; the end of its log ({self._path}):", *lines[-TAIL_LINES:]]))
 
-    def follow(self) -> Callable[[], None]:
-        """Copy what is appended to stderr; returns what ends it."""
+    def follow(self, show: Callable[[str], None]) -> Callable[[], None]:
+        """Hand over each line that is appended, in a thread; returns what ends it, which may be called again."""
         ended = threading.Event()
 
-        def copy() -> None:
-            with self._path.open("rb") as log:
-                log.seek(self._start)
+        def read() -> None:
+            with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                file.seek(self._start)
+                rest = ""
                 while True:
                     last = ended.is_set()
-                    sys.stderr.write(log.read().decode("utf-8", errors="replace"))
-                    sys.stderr.flush()
+                    *lines, rest = (rest + file.read()).split("\n")
+                    for line in lines:
+                        show(line)
                     if last:
+                        if rest:
+                            show(rest)
                         return
                     ended.wait(POLL_S)
 
-        thread = threading.Thread(target=copy, name="log", daemon=True)
+        thread = threading.Thread(target=read, name="log", daemon=True)
         thread.start()
 
         def end() -> None:
@@ -84,3 +96,19 @@ class ServerLog:
             thread.join()
 
         return end
+
+
+def to_stderr(line: str) -> None:
+    """Show every line: ``--verbose``."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def to_log(line: str) -> None:
+    """Log here what the models are doing and warn of, as if it were done here."""
+    told = TOLD.fullmatch(line)
+    if told is None:
+        return
+    if told[1].startswith("INFO"):
+        phase(told[2])
+    else:
+        log.warning("%s", told[2])

@@ -16,6 +16,7 @@ from kvloom.launcher.launch import Server
 from kvloom.launcher.ports import Ports
 from kvloom.launcher.repository import ModelRepository
 from kvloom.launcher.runfolder import run_folder
+from kvloom.launcher.starting import shown
 
 LOOK_S = 0.5
 STABLE_S = 60.0
@@ -98,9 +99,10 @@ class Supervisor:
     def _start(self) -> None:
         # the endpoint has the health port
         ports = dataclasses.replace(self.ports, health=0)
-        self._server = Server.start(
-            self._repository, ports=ports, run_dir=self._run_dir, stop=self._stop, **self._options
-        )
+        with shown(plain=self._options["verbose"]):
+            self._server = Server.start(
+                self._repository, ports=ports, run_dir=self._run_dir, stop=self._stop, **self._options
+            )
         self._began = time.monotonic()
         stuck_after_s = self._repository.settings.stuck_after_s
         self._heartbeat = Heartbeat(self.ports.own_host, self.ports.http, stuck_after_s)

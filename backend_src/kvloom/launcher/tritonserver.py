@@ -84,7 +84,7 @@ def _in_wheel() -> Path:
             return binary
     raise LaunchError(
         "no tritonserver found: none on PATH and none in this Python's packages; "
-        "pip install nvidia-pytriton, or name one with --tritonserver PATH"
+        "pip install 'kvloom[tritonserver]' brings one, or name one with --tritonserver PATH"
     )
 
 

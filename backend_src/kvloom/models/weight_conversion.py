@@ -1,6 +1,7 @@
 """A model's weights in the form in which they are served: plain, or quantized as the setting ``weights`` says."""
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ from kvloom.ops.linear import Weight
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
 from kvloom.ops.native import library
+from kvloom.progress import Progress, phase
 from kvloom.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,11 @@ class ServedWeights:
         self._weights = weights
         self._dtype = dtype
         self._smoothing = smoothing or {}
-        self._left = set(tensor_shapes(files.spec))
+        self._left = {name: math.prod(shape) for name, shape in tensor_shapes(files.spec).items()}
+        self._taken = 0
+        self._progress = Progress(
+            f"loading and packing the weights as {weights}", sum(self._left.values()), "million parameters"
+        )
         if weights == "int4":
             self._check_int4()
         if weights in QUANTIZED and device.type == "cpu" and library() is None:
@@ -69,7 +75,10 @@ class ServedWeights:
 
     def pop(self, name: str, /) -> Weight:
         """See ``WeightSource``."""
-        self._left.remove(name)
+        parameters = self._left.pop(name)
+        # those before it have been packed
+        self._progress.at(self._taken)
+        self._taken += parameters
         if self._weights not in QUANTIZED or len(tensor_shapes(self._files.spec)[name]) == 1:
             return self._plain(name).to(self._dtype)
         if self._weights == "w8a8":
@@ -122,6 +131,7 @@ def served_weights(
     """
     if weights != "w8a8":
         return ServedWeights(files, weights, dtype, device=device)
+    phase("smoothing the weights for w8a8")
     with torch.inference_mode():
         factors = smoothing(files.spec, lambda name: files.tensor(name, torch.float32), tokenizer.encode(TEXT))
     return ServedWeights(files, weights, dtype, factors)

@@ -115,7 +115,7 @@ _library: Library | None = None
 _failed = False
 
 
-def use_native(cache: Path, machine: str = "native") -> bool:
+def use_native(cache: Path, machine: str = "native", building: Callable[[str], None] = log.warning) -> bool:
     """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
 
     The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
@@ -123,6 +123,7 @@ def use_native(cache: Path, machine: str = "native") -> bool:
     Args:
         cache: folder for built libraries; one per compiler, flags, instruction set and source.
         machine: whose instructions may be used, as the compiler's -march takes it.
+        building: is told in words that a library is being built, and how far it is.
 
     Returns:
         Whether the ops are in C++.
@@ -134,12 +135,12 @@ def use_native(cache: Path, machine: str = "native") -> bool:
         return False
     path = cache / f"{_identity(compiler, machine)}.so"
     if not path.exists():
-        log.warning("building the CPU ops with %s, once; takes about half a minute", compiler)
+        building(f"building the CPU ops with {compiler}, once; takes about half a minute")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "ops.so"
             try:
-                _build(compiler, machine, built)
+                _build(compiler, machine, built, building)
             except subprocess.CalledProcessError as error:
                 log.warning("building the CPU ops failed, they run in plain torch: %s\n%s", error, error.stderr[-2000:])
                 _failed = True
@@ -149,7 +150,7 @@ def use_native(cache: Path, machine: str = "native") -> bool:
     return True
 
 
-def _build(compiler: str, machine: str, built: Path) -> None:
+def _build(compiler: str, machine: str, built: Path, building: Callable[[str], None]) -> None:
     """Compile the sources side by side, and link them.
 
     Raises:
@@ -168,7 +169,10 @@ def _build(compiler: str, machine: str, built: Path) -> None:
     # the largest first, so that it is not the last one alone; few, for each takes half a gigabyte
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
-        parts = list(pool.map(compile_one, sources))
+        parts = []
+        for part in pool.map(compile_one, sources):
+            parts.append(part)
+            building(f"building the CPU ops: {len(parts)} of {len(sources)} files")
     run("-shared", *parts, "-o", str(built))
     built.chmod(0o755)  # whatever the umask is: what others may write is not loaded
 

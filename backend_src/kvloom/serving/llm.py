@@ -11,6 +11,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from kvloom import progress
 from kvloom.config import Settings
 from kvloom.conversation.registry import ConversationId, Turn
 from kvloom.conversation.turns import Turns
@@ -43,6 +44,7 @@ class LlmModel:
         """Read the settings, load the model, start the threads."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         close_to_others()
+        progress.log.setLevel(logging.INFO)
         parameters = json.loads(args["model_config"])["parameters"]
         with ExitStack() as on_error:
             try:
