@@ -19,6 +19,7 @@ from kvloom.private import check_own_file, trusted_folder
 from kvloom.progress import Progress, phase
 
 LOOK_S = 0.2
+"""Between two looks at how much has been downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +171,9 @@ def _told(folder: Path, progress: Progress) -> Iterator[None]:
 
 def _bytes_in(folder: Path) -> int:
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # pip has moved it meanwhile
+    # what pip moves or removes meanwhile counts at the next look
+    with suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
             size += path.stat().st_size if path.is_file() else 0
     return size
 
