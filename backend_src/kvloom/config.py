@@ -9,8 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvloom.errors import SettingsError
 
-TRITON_SLOTS, SPARE_SLOTS = 65536, 1200
-"""``max_candidate_sequences`` in llm's config.pbtxt, and those kept for dropped conversations and control requests."""
+SPARE_SLOTS = 1200
+"""Of Triton's sequences, kept for dropped conversations and control requests."""
+
+TRITONS = re.compile("EXECUTION_ENV_PATH|FORCE_CPU_ONLY_INPUT_TENSORS|TRITON_[A-Z_]+")
+"""Parameters in config.pbtxt that are Triton's or its Python backend's own."""
 
 NonNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -117,11 +120,12 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> "Settings":
-        """Read settings from strings.
+        """Read settings from strings; parameters that are for Triton itself are none.
 
         Raises:
             SettingsError: naming the setting and what it takes.
         """
+        parameters = {key: value for key, value in parameters.items() if not TRITONS.fullmatch(key)}
         unknown = sorted(set(parameters) - set(cls.model_fields))
         if unknown:
             raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(cls.names())}")
@@ -137,11 +141,21 @@ class Settings(BaseModel):
             raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
         if settings.retain_memory != "0" and not settings.prefix_cache:
             raise SettingsError(f"setting retain_memory={settings.retain_memory!r}: retaining needs prefix_cache")
-        slots = settings.max_conversations + settings.max_queue + settings.max_running + SPARE_SLOTS
-        if slots > TRITON_SLOTS:
-            raise SettingsError(
-                f"settings max_conversations={settings.max_conversations}, max_queue={settings.max_queue} and "
-                f"max_running={settings.max_running} with {SPARE_SLOTS} to spare are {slots}; Triton keeps "
-                f"{TRITON_SLOTS} sequences (max_candidate_sequences in llm's config.pbtxt)"
-            )
         return settings
+
+    def check_slots(self, kept: int) -> None:
+        """See to it that Triton lets in whatever the engine may take.
+
+        Args:
+            kept: sequences that Triton keeps of the engine's model: ``max_candidate_sequences`` in its config.pbtxt.
+
+        Raises:
+            SettingsError: those are too few.
+        """
+        slots = self.max_conversations + self.max_queue + self.max_running + SPARE_SLOTS
+        if slots > kept:
+            raise SettingsError(
+                f"settings max_conversations={self.max_conversations}, max_queue={self.max_queue} and "
+                f"max_running={self.max_running} with {SPARE_SLOTS} to spare are {slots}; Triton keeps "
+                f"{kept} sequences (max_candidate_sequences in the model's config.pbtxt)"
+            )

@@ -239,3 +239,11 @@ def test_ctrl_c_interrupts_generate(server):
         running.kill()
         running.communicate()
     canary(server)
+
+
+def test_a_user_without_a_cache_folder_serves_in_plain_torch(tiny, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc")  # nobody can make a folder there
+    with tiny.serve() as server, tiny.client(server), open(server._log._path) as log:
+        [line] = [line for line in log if "plain torch" in line]
+    assert "XDG_CACHE_HOME" in line

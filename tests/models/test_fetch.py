@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -191,3 +192,14 @@ def test_default_model_is_where_it_is_kept():
     path = default_model()
     assert path.is_relative_to(cache_folder("models"))
     assert shutil.disk_usage(path).total > path.stat().st_size == 98_362_432
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # of whom the system knows nothing, as in a container that runs as any user
+    monkeypatch.setattr(os, "getuid", lambda: 1_234_567)
+    with pytest.raises(FileNotFoundError, match="XDG_CACHE_HOME"):
+        cache_folder("ops")
+    with pytest.raises(ModelError, match="can't fetch the default model: .* XDG_CACHE_HOME, or pass --model"):
+        default_model()

@@ -1,6 +1,8 @@
 """Building the C++ ops: once, and never in silence where it can't be done."""
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import is_buildable, library, stop_using_native, use_native
 from kvloom.ops.packed_memory import HUGE_PAGE, SLAB, HugePages
+
+PLAIN = "the CPU ops run in plain torch, several times slower"
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,9 @@ def test_a_built_library_is_found_again(caplog):
 def test_without_a_compiler_the_log_says_so_and_torch_computes(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not use_native(tmp_path / "cache")
-    assert "no C++ compiler" in caplog.text
+    [line] = caplog.messages
+    assert line == f"{PLAIN}: no C++ compiler found; install g++"
+    assert not is_buildable()
     x = torch.randn(3, 8)
     assert torch.allclose(silu_mul(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
 
@@ -58,6 +64,63 @@ def test_a_compiler_that_is_killed_is_told_of(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert not use_native(tmp_path / "cache")
     assert "SIGKILL" in caplog.text
+
+
+def test_a_compiler_of_another_kind_is_told_of(tmp_path, monkeypatch, caplog):
+    """As clang, which knows no -Q."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-Q*) echo "unknown argument" >&2; exit 1;; esac\necho 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not use_native(tmp_path / "cache")
+    [line] = caplog.messages
+    assert line.startswith(f"{PLAIN}: {compiler} is not GCC's, or does not work (")
+    assert line.endswith("); install g++")
+    assert not is_buildable()
+
+
+def test_a_compiler_that_cannot_be_run_is_told_of(tmp_path, monkeypatch, caplog):
+    compiler = tmp_path / "g++"
+    compiler.write_text("neither a program nor a script\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not use_native(tmp_path / "cache")
+    [line] = caplog.messages
+    assert line.startswith(f"{PLAIN}: {compiler} is not GCC's, or does not work (")
+
+
+@pytest.mark.parametrize("cache", ["/proc/kvloom", "/proc"])
+def test_a_cache_that_cannot_be_written_to_is_told_of(cache, caplog):
+    """No user can make a folder or a file there, root neither."""
+    assert not use_native(Path(cache))
+    [line] = caplog.messages
+    assert line.startswith(PLAIN)
+    assert cache in line
+    assert line.endswith("; name a folder that can be written to in XDG_CACHE_HOME")
+    assert not is_buildable()
+
+
+def test_a_built_library_is_used_where_nothing_can_be_written(monkeypatch, caplog):
+    assert use_native(cache_folder("ops"))
+    stop_using_native()
+    caplog.clear()
+
+    def no_writing(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "replace"):
+        monkeypatch.setattr(os, name, no_writing)
+    assert use_native(cache_folder("ops"))
+    assert caplog.messages == []
+
+
+def test_a_library_that_cannot_be_loaded_is_told_of(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(native, "_identity", lambda compiler, machine: "broken")
+    (tmp_path / "broken.so").write_text("no library")
+    assert not use_native(tmp_path)
+    [line] = caplog.messages
+    assert line.startswith(PLAIN)
+    assert "broken.so" in line
 
 
 def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):

@@ -203,6 +203,13 @@ def test_malformed_sizes(name, value):
         Settings.parse({name: value})
 
 
+def test_parameters_that_are_for_triton_are_no_settings():
+    own = ["EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"]
+    assert Settings.parse(dict.fromkeys(own, "/some/value")) == Settings()
+    with pytest.raises(SettingsError, match="unknown setting 'EXECUTION_ENV'"):
+        Settings.parse({"EXECUTION_ENV": "/some/value"})
+
+
 @pytest.mark.parametrize("products", [0, MIB])
 def test_what_takes_nothing_has_no_row(spec, products):
     console = Console(file=StringIO(), width=100)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvloom import config as config_module
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import SOURCE, ModelRepository
 from kvloom_client import Client, Unavailable
@@ -23,7 +24,7 @@ PROMPT = {"text_input": "What is a cache?", "max_tokens": 4, "temperature": 0.0}
 
 
 @pytest.fixture
-def few_slots(tmp_path: Path) -> Iterator[Server]:
+def few_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server of a tiny model whose Triton has two slots for sequences."""
     source = tmp_path / "repository"
     shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -31,6 +32,10 @@ def few_slots(tmp_path: Path) -> Iterator[Server]:
     text = config.read_text()
     assert "max_candidate_sequences: 65536" in text
     config.write_text(text.replace("max_candidate_sequences: 65536", f"max_candidate_sequences: {SLOTS}"))
+    # a start with so few slots is refused
+    monkeypatch.setattr(config_module, "SPARE_SLOTS", -10_000)
+    model = source / "llm" / "1" / "model.py"
+    model.write_text(f"import kvloom.config\n\nkvloom.config.SPARE_SLOTS = -10_000\n\n{model.read_text()}")
     settings = {"model": str(make_tiny(tmp_path / "model")), "kv_blocks": "64", "block_size": "16", "threads": "1"}
     with Server.start(ModelRepository(settings, source), exit_timeout_s=5) as server:
         yield server

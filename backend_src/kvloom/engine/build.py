@@ -1,6 +1,5 @@
 """From settings to an engine that is ready to serve."""
 
-import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from kvloom.models.decoder import Decoder
 from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.weight_conversion import served_weights
 from kvloom.models.weights import open_model
-from kvloom.ops.native import use_native
+from kvloom.ops.native import use_native, use_torch
 from kvloom.planning.dtypes import CODECS, DTYPES, activations_name
 from kvloom.planning.memory import give_back_freed
 from kvloom.planning.placement import free_on, with_device
@@ -35,8 +34,6 @@ from kvloom.progress import phase
 from kvloom.scheduling.admission import Limits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +118,11 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
 
 def _use_native() -> None:
     try:
-        use_native(trusted_folder(cache_folder("ops")), building=phase)
+        cache = trusted_folder(cache_folder("ops"))
     except OSError as error:
-        log.warning("the CPU ops run in plain torch, several times slower: %s", error)
+        use_torch(f"{error} (XDG_CACHE_HOME names the folder for caches)")
+    else:
+        use_native(cache, building=phase)
 
 
 def _journal(folder: str, tokenizer: Tokenizer) -> Journal | None:

@@ -40,6 +40,9 @@ UNLOAD_S = 4.0
 """Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second. It gets
 no more once all answers have ended: a request that Triton itself lost count of would hold it up to its last second."""
 
+DRAINED = {"llm", "generate"}
+"""Models that have nothing more to do once `llm` is drained; others in the repository may."""
+
 LEAST_UNLOAD_S = 1.0
 """Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
 
@@ -256,7 +259,7 @@ class Server:
             self.process.terminate()
             left_s = max(deadline - time.monotonic(), LEAST_UNLOAD_S)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(min(left_s, UNLOAD_S) if drained else left_s)
+                self.process.wait(min(left_s, UNLOAD_S) if drained and self._stubs.keys() <= DRAINED else left_s)
         # usually nobody is left
         kill_group(self.process)
 

@@ -92,7 +92,7 @@ def stubs_of(tritonserver: int) -> dict[str, psutil.Process]:
     found = {}
     for child in psutil.Process(tritonserver).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            match = re.search(r"/(\w+)/\d+/model\.py( |$)", " ".join(child.cmdline()))
+            match = re.search(r"/([^/ ]+)/\d+/model\.py( |$)", " ".join(child.cmdline()))
             if match is not None:
                 found[match[1]] = child
     return found

@@ -70,6 +70,7 @@ class ModelRepository:
         # the server may run elsewhere and is not to fetch anything: it gets the path
         parameters["model"] = str(_resolve_model(Settings.parse(parameters).model))
         self.settings = Settings.parse(parameters)
+        self.settings.check_slots(self._config.sequence_batching.oldest.max_candidate_sequences)
         for key, value in parameters.items():
             self._config.parameters[key].string_value = value
 

@@ -53,14 +53,27 @@ def default_model() -> Path:
     Raises:
         ModelError: if it can't be fetched, saying what to do.
     """
-    return fetch(DEFAULT, cache_folder("models"))
+    try:
+        folder = cache_folder("models")
+    except OSError as error:
+        raise ModelError(f"can't fetch the default model: {error}, or pass --model") from error
+    return fetch(DEFAULT, folder)
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things of a kind that are made or fetched once are kept: ``kvloom/KIND`` in the user's cache folder."""
+    """Where things of a kind that are made or fetched once are kept: ``kvloom/KIND`` in the user's cache folder.
+
+    Raises:
+        OSError: the user has none.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG standard: a relative path is invalid and to be ignored
-    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "kvloom" / kind
+    if not cache.is_absolute():
+        try:
+            cache = Path("~/.cache").expanduser()
+        except RuntimeError as error:
+            raise FileNotFoundError("this user has no home folder: name one for caches in XDG_CACHE_HOME") from error
+    return cache / "kvloom" / kind
 
 
 def pip_download(requirement: str, folder: Path) -> None:

@@ -115,39 +115,57 @@ _library: Library | None = None
 _failed = False
 
 
+class _NotUsable(Exception):
+    """There is no library; ``str()`` is why, and what to do."""
+
+
 def use_native(cache: Path, machine: str = "native", building: Callable[[str], None] = log.warning) -> bool:
     """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
 
-    The library runs on torch's own OpenMP threads. Without a compiler the ops go on in plain torch; the log says so.
+    The library runs on torch's own OpenMP threads. Where it can't be had the ops go on in plain torch; the log says so.
 
     Args:
-        cache: folder for built libraries; one per compiler, flags, instruction set and source.
+        cache: folder for built libraries; one per compiler, flags, instruction set and source. It has to be writable
+            only where a library is missing.
         machine: whose instructions may be used, as the compiler's -march takes it.
         building: is told in words that a library is being built, and how far it is.
 
     Returns:
         Whether the ops are in C++.
     """
+    global _library
+    try:
+        _library = _find_or_build(cache, machine, building)
+    except _NotUsable as error:
+        use_torch(str(error))
+    except OSError as error:
+        use_torch(f"{error}; name a folder that can be written to in XDG_CACHE_HOME")
+    return _library is not None
+
+
+def use_torch(reason: str) -> None:
+    """Let the ops run in plain torch from now on, and say in the log why."""
     global _library, _failed
+    _library, _failed = None, True
+    log.warning("the CPU ops run in plain torch, several times slower: %s", reason)
+
+
+def _find_or_build(cache: Path, machine: str, building: Callable[[str], None]) -> Library:
     compiler = find_compiler()
     if compiler is None:
-        log.warning("no C++ compiler (g++) found: the CPU ops run in plain torch, several times slower")
-        return False
+        raise _NotUsable("no C++ compiler found; install g++")
     path = cache / f"{_identity(compiler, machine)}.so"
     if not path.exists():
-        building(f"building the CPU ops with {compiler}, once; takes about half a minute")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
+            building(f"building the CPU ops with {compiler}, once; takes about half a minute")
             built = Path(folder) / "ops.so"
             try:
                 _build(compiler, machine, built, building)
             except subprocess.CalledProcessError as error:
-                log.warning("building the CPU ops failed, they run in plain torch: %s\n%s", error, error.stderr[-2000:])
-                _failed = True
-                return False
+                raise _NotUsable(f"building them failed: {error}\n{error.stderr[-2000:]}") from error
             os.replace(built, path)
-    _library = Library(path)
-    return True
+    return Library(path)
 
 
 def _build(compiler: str, machine: str, built: Path, building: Callable[[str], None]) -> None:
@@ -158,8 +176,7 @@ def _build(compiler: str, machine: str, built: Path, building: Callable[[str], N
     """
 
     def run(*arguments: str) -> None:
-        command = [compiler, *FLAGS, f"-march={machine}", *arguments]
-        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True)
+        _run(compiler, *FLAGS, f"-march={machine}", *arguments)
 
     def compile_one(source: Path) -> str:
         part = str(built.with_name(f"{source.stem}.o"))
@@ -221,10 +238,26 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
 
 
 def _identity(compiler: str, machine: str) -> str:
-    """A hash of everything that the library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    target = [compiler, f"-march={machine}", "-Q", "--help=target"]
-    instructions = subprocess.run(target, capture_output=True, text=True, check=True).stdout
+    """A hash of everything that the library depends on.
+
+    Raises:
+        _NotUsable: the compiler does not work, or is none of GCC's.
+    """
+    try:
+        version = _run(compiler, "--version")
+        # only GCC's tell; a library of another one would bring a second OpenMP beside torch's
+        instructions = _run(compiler, f"-march={machine}", "-Q", "--help=target")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise _NotUsable(f"{compiler} is not GCC's, or does not work ({error}); install g++") from error
     parts = [version, instructions, " ".join(FLAGS)]
-    parts += [path.read_text() for path in sorted(SOURCES.iterdir())]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(*command: str) -> str:
+    """What a command prints.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout

@@ -22,6 +22,9 @@ from kvloom.serving.shared_memory import close_to_others
 
 log = logging.getLogger(__name__)
 
+ENGINE, DEFAULT_ENGINE = "engine", "llm"
+"""The parameter in config.pbtxt that names the model to forward to, and what it is where there is none."""
+
 STREAM_INTERVAL_MS = 50
 """Least time between forwarded responses: each costs about 0.4 ms of processor time on its way."""
 
@@ -45,6 +48,8 @@ class GenerateModel:
         except SetupError as error:
             log.error("%s", error)
             raise pb_utils.TritonModelException(str(error)) from error
+        parameters = json.loads(args["model_config"])["parameters"]
+        self._engine = parameters[ENGINE]["string_value"] if ENGINE in parameters else DEFAULT_ENGINE
         self._watcher = CancelWatcher()
         self._calls = Calls()
 
@@ -53,7 +58,7 @@ class GenerateModel:
         for request in requests:
             sender = Sender(request)
             try:
-                forward = _Forward(request, sender, self._calls, self._secret)
+                forward = _Forward(request, sender, self._calls, self._engine, self._secret)
                 threading.Thread(target=forward.run, name="kvloom-forward", daemon=True).start()
                 self._watcher.watch(sender, forward.cancel)
                 continue
@@ -73,15 +78,16 @@ class GenerateModel:
 
 
 class _Forward:
-    """One request on its way to `llm` and back."""
+    """One request on its way to the engine and back."""
 
-    def __init__(self, request: Any, sender: Sender, calls: Calls, secret: str):
+    def __init__(self, request: Any, sender: Sender, calls: Calls, engine: str, secret: str):
         read_parameters(request.parameters(), None)
         inputs = read(request)
         if prompt_kind(inputs) == "control" and read_control(inputs).op != "ping":
             raise InvalidArgument("control", "generate takes only ping; it has no conversations")
         self._sender = sender
         self._calls = calls
+        self._engine = engine
         self._ended = threading.Event()
         self._conversation = uuid.uuid4().hex
         self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
@@ -98,6 +104,7 @@ class _Forward:
         # copies: what the request holds lies in shared memory that may be gone when the call is made
         given = [pb_utils.Tensor(name, np.array(value)) for name, value in inputs.items() if name not in names]
         self._call = call(
+            engine,
             self._conversation,
             START | END,
             given + ours,
@@ -152,7 +159,7 @@ class _Forward:
         control = json.dumps({"op": "cancel", "conversation": self._conversation})
         while True:
             with logged(log, "an answer that nobody waits for could not be cancelled"):
-                for response in self._calls.responses(control_call(control)):
+                for response in self._calls.responses(control_call(self._engine, control)):
                     if response.has_error():
                         log.info("cancel: %s", response.error().message())
             # the request itself may still be on its way to `llm`, which then does not know it yet

@@ -45,12 +45,13 @@ class LlmModel:
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         close_to_others()
         progress.log.setLevel(logging.INFO)
-        parameters = json.loads(args["model_config"])["parameters"]
+        config, model = json.loads(args["model_config"]), args["model_name"]
         with ExitStack() as on_error:
             try:
-                settings = Settings.parse({key: value["string_value"] for key, value in parameters.items()})
+                settings = Settings.parse({key: value["string_value"] for key, value in config["parameters"].items()})
+                settings.check_slots(int(config["sequence_batching"]["oldest"]["max_candidate_sequences"]))
                 self._secret = server_secret(os.getppid())
-                self._link = Link(self._secret, self._forgotten_by_triton)
+                self._link = Link(model, self._secret, self._forgotten_by_triton)
                 on_error.callback(self._link.stop)
                 self._loop = Loop(lambda: self._assemble(settings))
             except SetupError as error:
@@ -60,7 +61,7 @@ class LlmModel:
         self._senders = Senders()
         self._watcher = CancelWatcher()
         self._admin_token = settings.admin_token
-        self._metrics = Metrics(self._loop)
+        self._metrics = Metrics(self._loop, model)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""

@@ -66,8 +66,11 @@ COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
 class Metrics:
     """Copies the loop's snapshots and observations to Triton's metrics, from a thread of its own."""
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: Loop, model: str):
+        """Begin to copy; ``model`` is the engine's name in Triton."""
         self._loop = loop
+        # the engines of one tritonserver share its metrics; the usual one needs no label
+        self._model = {} if model == "llm" else {"model": model}
         self._seen = Stats()
         # these hold the only references, so that stop() frees families and metrics
         self._families = {
@@ -121,5 +124,5 @@ class Metrics:
             buckets = {}
             if FAMILIES[family][0] == "HISTOGRAM":
                 buckets["buckets"] = _SECONDS if family.endswith("_seconds") else _COUNTS
-            self._metrics[key] = self._families[family].Metric(labels=labels, **buckets)
+            self._metrics[key] = self._families[family].Metric(labels=labels | self._model, **buckets)
         return self._metrics[key]

@@ -1,4 +1,4 @@
-"""Calls from the models into `llm`: what is forwarded to it, and what it tells Triton about its own sequences."""
+"""Calls into an engine's model: what is forwarded to it, and what it tells Triton about its own sequences."""
 
 import logging
 import queue
@@ -21,10 +21,11 @@ START, END = 1, 2
 """Triton's sequence flags."""
 
 QUEUE_TIMEOUT_US = 10_000_000
-"""How long a call into `llm` may wait inside Triton: full slots there must not hold anybody for ever."""
+"""How long a call may wait inside Triton: full slots there must not hold anybody for ever."""
 
 
 def call(
+    model: str,
     conversation: int | str,
     flags: int,
     tensors: Sequence[Any],
@@ -32,9 +33,12 @@ def call(
     request_id: str = "",
     parameters: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A ``pb_utils.InferenceRequest`` to `llm`. Execute it in a thread of its own: inside execute() it may deadlock."""
+    """A ``pb_utils.InferenceRequest`` to an engine's model.
+
+    Execute it in a thread of its own: inside execute() it may deadlock.
+    """
     return pb_utils.InferenceRequest(
-        model_name="llm",
+        model_name=model,
         requested_output_names=list(outputs),
         inputs=list(tensors),
         request_id=request_id,
@@ -46,6 +50,7 @@ def call(
 
 
 def control_call(
+    model: str,
     text: str,
     conversation: int | str | None = None,
     flags: int = START | END,
@@ -53,7 +58,7 @@ def control_call(
 ) -> Any:
     """A call with a `control` input, on a fresh conversation unless one is named."""
     own = uuid.uuid4().hex if conversation is None else conversation
-    return call(own, flags, [tensor("control", text.encode(), np.object_)], parameters=parameters)
+    return call(model, own, flags, [tensor("control", text.encode(), np.object_)], parameters=parameters)
 
 
 def tensor(name: str, value: object, dtype: type) -> Any:
@@ -110,13 +115,15 @@ class Link:
     then is told to `ended`, which may have it started again.
     """
 
-    def __init__(self, secret: str, ended: Callable[[int | str], None]):
+    def __init__(self, model: str, secret: str, ended: Callable[[int | str], None]):
         """Start the thread.
 
         Args:
+            model: the engine's own, which calls itself.
             secret: the server's, by which `llm` knows its own calls.
             ended: told of each id that Triton has been made to forget; must not block.
         """
+        self._model = model
         self._secret = secret
         self._ended = ended
         self._lock = threading.Lock()
@@ -182,7 +189,7 @@ class Link:
         wrong: str | None = None
         try:
             for response in self._calls.responses(
-                control_call(PING, conversation, flag, parameters=self_call(self._secret))
+                control_call(self._model, PING, conversation, flag, parameters=self_call(self._secret))
             ):
                 if response.has_error():
                     wrong = response.error().message()
