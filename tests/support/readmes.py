@@ -1,7 +1,6 @@
 """What stands in the README.md files: fenced blocks with their commands, tables, links."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +49,6 @@ BLOCKS = [
 def commands() -> Iterator[tuple[Block, str]]:
     """Every command of every console block."""
     return ((block, command) for block in BLOCKS if block.language == "console" for command in block.commands)
-
-
-def arguments(command: str) -> list[str]:
-    """The words of a command, as a shell reads them."""
-    return shlex.split(command)
 
 
 def table(*header: str) -> list[list[str]]:
