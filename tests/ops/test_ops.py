@@ -110,7 +110,7 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 80, 96, 128))])
 def test_attention_of_every_shape(dtype, head_dim):
     # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding of many tasks
     shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1), (0, 200)]
