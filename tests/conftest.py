@@ -11,6 +11,7 @@ from kvloom.launcher.repository import ModelRepository
 from kvloom.models.fetch import cache_folder
 from kvloom.ops.native import stop_using_native, use_native
 from kvloom_client import Client
+from support.compiled import add_options, apply_options, use_compiled
 from support.server import SETTINGS
 
 if TYPE_CHECKING:
@@ -21,12 +22,17 @@ MACHINES = ("native", "haswell")
 """Whose instructions the C++ ops are tested with: this machine's, and AVX2 alone."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # a run that is told to end takes its servers down like one that is interrupted
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # tests run side by side, and OpenMP's threads spin: more of them than cores make everything many times slower
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    apply_options(config)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -61,6 +67,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
 def torch_or_native(request) -> Iterator[None]:
     """The ops in either form."""
     if request.param == "C++":
-        assert use_native(cache_folder("ops")), "there is no compiler"
+        use_compiled()
     yield
     stop_using_native()

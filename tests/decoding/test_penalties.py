@@ -14,12 +14,12 @@ from transformers import (
 from kvloom.decoding import sampler
 from kvloom.decoding.sampler import choose
 from kvloom.errors import InvalidArgument
-from kvloom.models.fetch import cache_folder
 from kvloom.ops import penalties
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
 from kvloom.request import Request, Sampled, SamplingParams, Sequence
 from kvloom.text.bad_words import banned_tokens
 from kvloom.text.tokenizer import Tokenizer
+from support.compiled import use_compiled
 from support.some_tokenizers import byte_level_metadata, default_tokenizer
 
 VOCAB = 500
@@ -254,7 +254,7 @@ def test_edits_in_cpp_are_those_in_torch_and_are_undone(machine, count):
     )
     expected, before = scores.clone(), scores.clone()
     undo = penalties.edit(expected, edits)
-    assert use_native(cache_folder("ops"), machine)
+    use_compiled(machine)
     try:
         saved = penalties.edit(scores, edits)
         assert torch.equal(scores, expected)

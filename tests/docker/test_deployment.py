@@ -151,6 +151,7 @@ def isolated(*command: str, namespaces: tuple[str, ...], **options: Any) -> "sub
     return subprocess.Popen([*unshare, *command], stdout=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_as_first_process_with_64_mib_of_shared_memory_until_sigterm(tiny):
     arguments = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     arguments += [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]

@@ -132,6 +132,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_answers_that_end_in_every_way_leave_nothing(model):
     driver = crowded(model)
     crowd = Crowd(driver, seed=1)

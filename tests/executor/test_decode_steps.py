@@ -12,16 +12,16 @@ from kvloom.executor import decode_steps
 from kvloom.executor.decode_steps import DecodeSteps
 from kvloom.executor.runner import build_batch
 from kvloom.models import decoder
-from kvloom.models.fetch import cache_folder
 from kvloom.models.footprint import recorded_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.kv_write import rope_kv_write
-from kvloom.ops.native import library, stop_using_native, use_native
+from kvloom.ops.native import library, stop_using_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.recording import Recorder, Recording
 from kvloom.scheduling.scheduler import Costs
+from support.compiled import use_compiled
 from support.engine_driver import Driver
 from support.tiny_models import make_tiny, to_gguf
 
@@ -32,7 +32,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 96}
 
 @pytest.fixture(autouse=True)
 def _native():
-    assert use_native(cache_folder("ops"))
+    use_compiled()
     yield
     stop_using_native()
 

@@ -177,7 +177,7 @@ def without_launcher(folder: Path) -> Iterator[tuple[str, str]]:
             stderr=log,
         )
     try:
-        eventually(lambda: b"Started Metrics Service" in (folder / "log").read_bytes(), within=240)
+        eventually(lambda: b"Started Metrics Service" in (folder / "log").read_bytes(), within=500)
         yield f"http://{ports.address('http')}", ports.address("grpc")
     finally:
         running.terminate()

@@ -36,6 +36,7 @@ from support.tiny_models import make_tiny
 SCRIPT = Path(__file__).parents[2] / "load" / "benchmark.py"
 
 
+@pytest.mark.alone
 def test_quick_benchmark_of_kvloom_with_an_absent_peer(tmp_path):
     command = [sys.executable, str(SCRIPT), "run", "--quick", "--rounds", "1", "--folder", "results", "--memory", "3"]
     command += ["--only", "kvloom bf16 in", "--only", "kvloom bf16 grpc", "--only", "vllm"]
@@ -189,6 +190,7 @@ def test_a_machine_that_changed_meanwhile_is_told():
     assert busy == "memory: 12.0 to 26.0 (10^9/s)"
 
 
+@pytest.mark.alone
 def test_the_machine_is_measured_as_fast_as_its_memory_is_read():
     with Probe() as process:
         machine = process.measure(3)
@@ -215,6 +217,7 @@ def test_engines_are_loaded_together_as_far_as_they_fit():
     assert {ALONE, *DOORS} < {variant.name for variant in alike}
 
 
+@pytest.mark.slow
 def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "RESERVE", 2**60)
     alone, grpc = (variant for variant in variants() if variant.name in (ALONE, DOORS[0]))

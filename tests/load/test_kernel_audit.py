@@ -77,6 +77,7 @@ def check(rows: list[Row]) -> None:
     assert not [(row.kernel, row.target, row.shape, row.faults) for row in rows if not row.ok]
 
 
+@pytest.mark.slow
 def test_every_kernel_of_a_model_on_hopper():
     ops = [work for work in op_works() if work.shape in SOME_OPS]
     assert len(ops) == len(SOME_OPS)
@@ -87,6 +88,7 @@ def test_every_kernel_of_a_model_on_hopper():
     assert len(names) >= 9
 
 
+@pytest.mark.slow
 def test_decode_on_every_target():
     works = [work for work in launches.works(launches.SHAPES[:1]) if work.shape.endswith("decode 16")]
     rows = audit(works, [target for target in TARGETS if target != "sm_90"])

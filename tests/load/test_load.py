@@ -64,6 +64,7 @@ def assert_agree(seen: Seen, log: list[dict]) -> None:
     assert found == pytest.approx({"TTFT": FIRST_S, "ITL": GAP_S, "answer": FIRST_S + (TOKENS - 1) * GAP_S}, rel=0.1)
 
 
+@pytest.mark.alone
 def test_h38_http_times_are_of_tokens():
     """Headers, comments and events without text come at once; none of them is a token."""
     log = []
@@ -90,6 +91,7 @@ def test_h38_http_times_are_of_tokens():
     assert_agree(seen, log)
 
 
+@pytest.mark.alone
 def test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure(tmp_path):
     with paced(tmp_path / "log", TOKENS, FIRST_S, GAP_S, fail_every=4) as server:
         seen = run_locust(server.url, Plan(seconds=2), users=6)
@@ -104,6 +106,7 @@ def test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure(tmp_pa
     assert_agree(seen, whole)
 
 
+@pytest.mark.slow
 def test_cancelled_answers_are_no_failures(tmp_path):
     with paced(tmp_path / "log", 64, 0.05, 0.02) as server:
         seen = run_locust(server.url, Plan(scenario="cancel_storm", seconds=2), users=8)
@@ -119,12 +122,14 @@ def assert_all_failed(seen: Seen) -> None:
     assert not outcomes(seen, "ok")
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_makes_answers_fail():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         plan = Plan(seconds=3, answer_timeout=1, stop_timeout=3)
         assert_all_failed(run_locust(f"127.0.0.1:{silent.getsockname()[1]}", plan, users=2))
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("user", USERS)
 def test_a_host_that_does_not_exist_makes_answers_fail(user):
@@ -175,6 +180,7 @@ def assert_working_again(
     return failed
 
 
+@pytest.mark.alone
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
     plan = Plan(seconds=9, answer_timeout=2, stop_timeout=5)
     with paced(tmp_path / "log", 10, 0.1, 0.1) as server:
@@ -189,6 +195,7 @@ def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
     assert all(answer.seconds == pytest.approx(plan.answer_timeout, abs=1) for answer in failed)
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_h39_at_full_length(tmp_path):
     """A real server, all of it stopped for five seconds, under answers of 200 tokens.

@@ -292,6 +292,7 @@ def load(folder: Path, *arguments: str) -> dict:
     return json.loads((folder / page).with_suffix(".json").read_text())
 
 
+@pytest.mark.slow
 def test_one_command_compares_two_configurations(tmp_path):
     content = load(tmp_path, "compare", "prefix_cache", "--users", "2", "--seconds", "2")
     assert content["meta"]["scenario"] == "shared_prefix"

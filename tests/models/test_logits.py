@@ -20,11 +20,12 @@ from kvloom.executor.runner import build_batch
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
-from kvloom.models.fetch import cache_folder, default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.weights import open_model
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
 from kvloom.request import Request, SamplingParams, Sequence, Slice
 from kvloom.text.tokenizer import Tokenizer
+from support.compiled import use_compiled
 from support.float64_llama import Float64Llama
 from support.some_tokenizers import default_metadata, default_tokenizer
 from support.tiny_models import HEADS, LLAMA3_ROPE, edit_config, edit_tensors, make_tiny, to_gguf
@@ -211,7 +212,7 @@ def test_default_model(default, kind):
 
 @pytest.fixture
 def _native() -> Iterator[None]:
-    assert use_native(cache_folder("ops")), "there is no compiler"
+    use_compiled()
     yield
     stop_using_native()
 

@@ -9,7 +9,7 @@ from bench.weights_quality import measure, text_windows
 from kvloom.errors import SettingsError
 from kvloom.models import gpu_footprint
 from kvloom.models.decoder import Decoder
-from kvloom.models.fetch import cache_folder, default_model
+from kvloom.models.fetch import default_model
 from kvloom.models.footprint import weights_bytes
 from kvloom.models.smoothing import MOST_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
 from kvloom.models.spec import tensor_shapes
@@ -17,8 +17,9 @@ from kvloom.models.weight_conversion import ServedWeights, served_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
 from kvloom.text.tokenizer import Tokenizer
+from support.compiled import use_compiled
 from support.engine_driver import Driver
 from support.tiny_models import make_tiny, to_gguf
 
@@ -29,7 +30,7 @@ WIDE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 96}
 
 @pytest.fixture(autouse=True)
 def _native():
-    assert use_native(cache_folder("ops"))
+    use_compiled()
     yield
     stop_using_native()
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.models.fetch import cache_folder
 from kvloom.ops import native
 from kvloom.ops.logprobs import token_logprobs
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
 from kvloom.ops.sampling import sample
+from support.compiled import use_compiled
 
 MACHINES = ["native", "haswell"]
 
@@ -27,7 +27,7 @@ def _stop():
 
 @cache
 def built(machine: str) -> object:
-    assert use_native(cache_folder("ops"), machine)
+    use_compiled(machine)
     return native._library
 
 

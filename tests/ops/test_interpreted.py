@@ -16,6 +16,8 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 HELPERS = ("conftest.py", "bfloat16.py", "tolerance.py")
 FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in HELPERS)
+LONG = ("attention.py", "linear.py", "sampling.py")
+"""Take longest."""
 
 
 def run(name: str, marks: str) -> None:
@@ -32,7 +34,9 @@ def run(name: str, marks: str) -> None:
     assert done.returncode in (0, nothing_of_these_marks) if marks == "full" else done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in FILES]
+)
 def test_kernels(name):
     run(name, "not full")
 

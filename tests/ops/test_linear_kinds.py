@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvloom.models.fetch import cache_folder
 from kvloom.ops.linear import Weight, concat_rows, pack_gated_linear, pack_linear, pack_rows, pack_tied_linear
 from kvloom.ops.linear_float import BLOCK_ROWS
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
+from support.compiled import use_compiled
 
 SHAPES = [(960, 576), (48, 1536), (7, 33), (33, 6)]
 """[out, in]: multiples of everything, a panel and a half, of nothing at all."""
@@ -26,7 +26,7 @@ def form(request) -> Iterator[str]:
     torch.manual_seed(1)
     if request.param != "torch":
         machine = "haswell" if "AVX2" in request.param else "native"
-        assert use_native(cache_folder("ops"), machine), "there is no compiler"
+        use_compiled(machine)
     yield request.param
     stop_using_native()
 

@@ -14,6 +14,7 @@ from kvloom.ops import native
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.native import is_buildable, library, stop_using_native, use_native
 from kvloom.ops.packed_memory import HUGE_PAGE, SLAB, HugePages
+from support.compiled import use_compiled
 
 PLAIN = "the CPU ops run in plain torch, several times slower"
 
@@ -26,7 +27,7 @@ def _no_library():
 
 
 def test_a_built_library_is_found_again(caplog):
-    assert use_native(cache_folder("ops"))
+    use_compiled()
     caplog.clear()
     assert use_native(cache_folder("ops"))
     assert caplog.text == ""
@@ -124,6 +125,7 @@ def test_a_library_that_cannot_be_loaded_is_told_of(tmp_path, monkeypatch, caplo
 
 
 def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):
+    use_compiled()  # there is a compiler
     real = shutil.which("g++")
     assert real is not None
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # half the time

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.models.fetch import cache_folder
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import pack_linear
-from kvloom.ops.native import stop_using_native, use_native
+from kvloom.ops.native import stop_using_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.sampling import likeliest
+from support.compiled import use_compiled
 from support.paged_batch import attention_in_float64, paged_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -32,7 +32,7 @@ NATIVE = ["C++", "C++ for AVX2"]
 def form(request):
     if request.param != "torch":
         machine = "haswell" if "AVX2" in request.param else "native"
-        assert use_native(cache_folder("ops"), machine), "there is no compiler"
+        use_compiled(machine)
     yield request.param
     stop_using_native()
 
@@ -110,7 +110,7 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, block_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 80, 96, 128))])
 def test_attention_of_every_shape(dtype, head_dim):
     # a tile is 64 or 128 keys: decodes around its ends, chunks that begin within one, prompts, padding of many tasks
     shapes = [(1, 1), (63, 1), (65, 1), (128, 1), (130, 1), (140, 30), (100, 5), (9, 9), (0, 2), (0, 1), (0, 200)]

@@ -92,6 +92,7 @@ print(status("VmHWM") - status("RssFile") - before)
 """
 
 
+@pytest.mark.slow
 def test_sampling_takes_what_was_planned():
     rows, vocab = 64, 200_000
     command = [sys.executable, "-c", SAMPLING, str(rows), str(vocab)]

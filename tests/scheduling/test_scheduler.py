@@ -340,7 +340,6 @@ def test_who_waits_is_not_looked_up_anew_in_every_step():
 
 
 @pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.alone
 def test_planning_does_not_grow_with_who_waits(fits):
     thousand, ten_thousand = (min(planning_time(loaded(count, fits)) for _ in range(3)) for count in (1000, 10_000))
     assert ten_thousand < 2 * thousand

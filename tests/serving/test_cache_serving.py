@@ -105,6 +105,7 @@ def test_without_a_prefix_cache_nothing_is_found(tiny, plain):
         assert client.control("flush")["blocks"] == 0
 
 
+@pytest.mark.alone
 def test_a_warm_prompt_answers_at_once(server, client):
     def first_token_s(prompt: list[int]) -> float:
         begun = time.perf_counter()
@@ -204,6 +205,7 @@ def load(client: Client, requests: list[dict[str, Any]]) -> tuple[float, list[An
     return time.perf_counter() - begun, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_memory", ["512MiB", "0"])
 def test_half_the_pool_answers_everything(tiny, plain, swap_memory):
     requests = [request(50 + number, length=64, max_tokens=128) for number in range(16)]
@@ -218,6 +220,7 @@ def test_half_the_pool_answers_everything(tiny, plain, swap_memory):
         assert blocks(server)["swapped"] == 0
 
 
+@pytest.mark.alone
 @pytest.mark.full
 @pytest.mark.parametrize("swap_memory", ["512MiB", "0"])
 def test_half_the_pool_keeps_most_of_the_speed_full(swap_memory):
@@ -254,6 +257,7 @@ def test_half_the_pool_keeps_most_of_the_speed_full(swap_memory):
 # many requests, many endings
 
 
+@pytest.mark.slow
 def test_many_endings_leave_nothing(tiny, small):
     nothing_is_left(tiny, small, 300)
 

@@ -44,6 +44,7 @@ def test_a_turn_computes_only_what_is_new(server, client):
     assert_idle(server)
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_the_twentieth_turn_answers_as_soon_as_the_second_full(server, client):
     chats = [chat(client) for _ in range(5)]

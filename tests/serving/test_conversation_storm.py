@@ -139,11 +139,13 @@ def check(outcomes: Counter[str]) -> None:
         assert outcomes[kind], f"nothing was {kind}: {outcomes}"
 
 
+@pytest.mark.alone
 def test_storm(tiny):
     # blocks for 6 conversations, a host pool for 3 more
     check(storm(tiny, conversations=60, turns=200, at_once=8, most=50, kv_blocks=48, swap_memory="160KiB"))
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_storm_full(tiny):
     check(storm(tiny, conversations=1100, turns=3000, at_once=32, most=1000, kv_blocks=800, swap_memory="2MiB"))

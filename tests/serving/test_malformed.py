@@ -179,6 +179,7 @@ def storm(server, examples: int) -> None:
     assert_idle(server)
 
 
+@pytest.mark.slow
 def test_malformed_requests(server):
     storm(server, 200)
 

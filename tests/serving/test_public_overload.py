@@ -56,6 +56,7 @@ def refused_in_time(seen: dict[str, list[float]]) -> None:
         assert statistics.median(seen["queue full"]) < min(seen["queue_timeout_ms"], default=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_h35_a_burst_is_refused_where_it_does_not_fit(tiny, narrow, door):
     with tiny.client(narrow) as client:
@@ -65,6 +66,7 @@ def test_h35_a_burst_is_refused_where_it_does_not_fit(tiny, narrow, door):
         refused_in_time(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [DOORS[0], *(pytest.param(door, marks=pytest.mark.full) for door in DOORS[1:])])
 def test_h35_a_steady_overload_is_refused_in_part(tiny, narrow, door):
     with tiny.client(narrow) as client:

@@ -49,6 +49,7 @@ def storm(server: Server, requests: int, concurrency: int) -> tuple[int, int]:
     return sum(done), len(done) - sum(done)
 
 
+@pytest.mark.alone
 def test_cancel_storm_leaves_nothing_behind():
     with Server.start(ModelRepository(SETTINGS), exit_timeout_s=5) as server:
         footprint = Footprint(server.process.pid)
@@ -63,6 +64,7 @@ def test_cancel_storm_leaves_nothing_behind():
     footprint.assert_gone()
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_cancel_storm_leaves_nothing_behind_full(server):
     for _ in range(5):

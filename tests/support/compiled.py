@@ -1,0 +1,59 @@
+"""The C++ ops in tests, and what a compiler of another machine, or none, would make of the whole suite."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvloom.models.fetch import cache_folder
+from kvloom.ops.native import use_native
+
+COMPILERS = ("g++", "c++")
+
+_hidden = False
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvloom")
+    group.addoption(
+        "--machine", metavar="ARCH", help="C++ ops for the instructions of another machine, as -march takes it"
+    )
+    group.addoption(
+        "--no-compiler", action="store_true", help="no C++ compiler is found; tests that need one are skipped"
+    )
+
+
+def apply_options(config: pytest.Config) -> None:
+    """Put what tests and their servers find as a compiler first on, or take it from, the PATH."""
+    global _hidden
+    machine, _hidden = config.getoption("--machine"), config.getoption("--no-compiler")
+    if hasattr(config, "workerinput") or not (machine or _hidden):
+        return  # a worker has the PATH of the process that began it
+    temporary = tempfile.TemporaryDirectory(prefix="kvloom-compiler-")
+    config.add_cleanup(temporary.cleanup)
+    folder = Path(temporary.name)
+    if _hidden:
+        for directory in reversed(os.get_exec_path()):
+            for program in Path(directory).glob("*"):
+                link = folder / program.name
+                link.unlink(missing_ok=True)
+                link.symlink_to(program)
+        for name in COMPILERS:
+            (folder / name).unlink(missing_ok=True)
+        os.environ["PATH"] = str(folder)
+    else:
+        compiler = shutil.which("g++")
+        assert compiler is not None, "there is no compiler"
+        script = folder / "g++"
+        script.write_text(f'#!/bin/bash\nexec {compiler} "${{@/#-march=native/-march={machine}}}"\n')
+        script.chmod(0o755)
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def use_compiled(machine: str = "native") -> None:
+    """Let the ops use C++; skips the test where the compiler is hidden."""
+    if _hidden:
+        pytest.skip("the compiler is hidden")
+    assert use_native(cache_folder("ops"), machine), "there is no compiler"
