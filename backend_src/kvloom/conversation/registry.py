@@ -205,10 +205,10 @@ class Conversations:
         return found
 
     @property
-    def next_expiry(self) -> float | None:
-        """When ``expired`` finds something next (``time.monotonic()``); None: not before something changes."""
+    def next_expiry(self) -> float:
+        """When ``expired`` finds something next (``time.monotonic()``); infinite: not before something changes."""
         oldest = next(iter(self._idle), None)
-        return oldest.last_used + self._idle_s if oldest is not None and self._idle_s else None
+        return oldest.last_used + self._idle_s if oldest is not None and self._idle_s else float("inf")
 
     def remember(self, conversation: ConversationId, loss: Loss) -> ConversationId | None:
         """Its next turn shall hear why it is gone; returns an id that is not remembered any longer, if there is one."""

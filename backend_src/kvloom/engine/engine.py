@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -206,8 +206,8 @@ class Engine:
         return bool(self._answers)
 
     @property
-    def wakes_at(self) -> float | None:
-        """When it has something to do though nobody asked (``time.monotonic()``): then ``tick``."""
+    def wakes_at(self) -> float:
+        """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
         return self.turns.lifecycle.register.next_expiry
 
     def tick(self) -> None:
@@ -261,7 +261,12 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Assert that every block is accounted for; O(blocks)."""
-        self._scheduler.check()
+        for _ in self.check_in_parts():
+            pass
+
+    def check_in_parts(self) -> Iterator[None]:
+        """As ``check_invariants``, with pauses of its own; it says nothing if the engine works in a pause."""
+        yield from self._scheduler.check_in_parts()
         waiting, running = self._scheduler.waiting, self._scheduler.running
         assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
         self.turns.check()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvloom.conversation.registry import Turn
 from kvloom.conversation.turns import Turns
 from kvloom.engine.engine import Engine, Stats
+from kvloom.engine.idle_check import IdleCheck
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.faults import logged
 from kvloom.request import Request, Sequence, Sink
@@ -18,7 +19,7 @@ from kvloom.request import Request, Sequence, Sink
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
-"""Of the loop for a message: timeouts have a limit, settings have none."""
+"""Of the loop for a message: a longer one is waited for in pieces, as timeouts have a limit."""
 
 Failed = Callable[[RequestError], None]
 """Hears, from the loop's thread, why what was asked for does not come."""
@@ -59,9 +60,9 @@ class Loop:
     more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
     step take twice as long.
 
-    Whenever the engine has nothing to do any more, its invariants are checked: a leaked block is an error in the log
-    at once, not a full cache days later. They are checked, too, when a message was a fault: its sender hears of it, and
-    the others go on where nothing is broken.
+    When the engine has worked and it is quiet since, its invariants are checked: a leaked block is an error in the log
+    soon, not a full cache days later. A message need not wait for the rest of a check. The invariants are checked, too,
+    when a message was a fault: its sender hears of it, and the others go on where nothing is broken.
 
     Attributes:
         stats: a snapshot that any thread may read.
@@ -171,18 +172,20 @@ class Loop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
-        checked = True
+        check = IdleCheck(engine.check_in_parts)
         while not self._stopping:
             try:
                 if self._drains:
                     self._continue_drain(engine)
-                if not engine.busy and not checked and self._inbox.empty():
-                    checked = True
-                    engine.check_invariants()
-                self._handle(engine, 0.0 if engine.busy else _until(engine.wakes_at))
+                came = self._handle(engine, 0.0 if engine.busy else _until(min(engine.wakes_at, check.due)))
+                if came:
+                    check.disturbed()
+                elif not engine.busy and check.due <= time.monotonic():
+                    check.go_on()
+                    continue
                 self._act(engine, Message(engine.tick))
                 if engine.busy:
-                    checked = False
+                    check.worked()
                     steps = engine.steps
                     engine.step()
                     if engine.steps != steps:
@@ -195,17 +198,18 @@ class Loop:
                     self.stats = engine.stats()
         self._end_drains()
 
-    def _handle(self, engine: Engine, wait_s: float | None) -> None:
-        """Act on every message there is; wait so long for one, with None for ever."""
+    def _handle(self, engine: Engine, wait_s: float) -> bool:
+        """Act on every message there is; wait so long for one. Returns whether there was any."""
+        came = False
         try:
             while True:
-                message = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
-                if wait_s != 0.0:
+                message = self._inbox.get(block=wait_s > 0, timeout=wait_s)
+                if wait_s:
                     self._moved = time.monotonic()
-                wait_s = 0.0
+                came, wait_s = True, 0.0
                 self._act(engine, message)
         except queue.Empty:
-            return
+            return came
 
     def _act(self, engine: Engine, message: Message) -> None:
         """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
@@ -240,5 +244,5 @@ class Loop:
                 done(self._cut_short)
 
 
-def _until(when: float | None) -> float | None:
-    return None if when is None else min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)
+def _until(when: float) -> float:
+    return min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)
