@@ -20,13 +20,14 @@ from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
+from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.control import act, read_control
 from kvloom.serving.fields import prompt_kind, read, returned
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
 from kvloom.serving.self_calls import END, START, Link
-from kvloom.serving.sender import CancelWatcher, Sender
+from kvloom.serving.sender import Sender
 from kvloom.serving.stream import ResponseStream, fail
 from kvloom.serving.wire import decode, encoder
 
