@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from kvloom.conversation.registry import Turn
+from kvloom.conversation.registry import Turn, only_turn
 from kvloom.engine.thread import Loop
 from kvloom.errors import NotFound
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
@@ -185,7 +185,7 @@ def test_a_request_without_a_conversation_that_is_a_fault_hears_of_it(running):
     for method in ("refusal", "begin"):
         heard = Heard()
         with mock.patch.object(running.engine, method, fault()):
-            running.loop.submit(heard.sequence(4).request, heard)
+            running.loop.take_turn(only_turn(heard.sequence(4).request, heard))
             assert str(heard.wait().error) == FAULT
     running.others_did_not_notice()
 

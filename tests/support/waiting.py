@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable
 
+from kvloom.conversation.registry import only_turn
 from kvloom.engine.thread import Loop
 from kvloom.request import Delta, Request, SamplingParams
 from support.engine_driver import Answer
@@ -18,5 +19,5 @@ def submit(loop: Loop, prompt: Iterable[int], **params: object) -> tuple[Answer,
             done.set()
 
     asked = SamplingParams.model_validate({"ignore_eos": True, **params})
-    loop.submit(Request(id="", prompt_ids=tuple(prompt), params=asked, arrival=0.0), sink)
+    loop.take_turn(only_turn(Request(id="", prompt_ids=tuple(prompt), params=asked, arrival=0.0), sink))
     return answer, done

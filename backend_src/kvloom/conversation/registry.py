@@ -1,5 +1,6 @@
 """Which conversations there are, and what each is made of. Plain data, used by the loop's thread only."""
 
+import uuid
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvloom.conversation.continuation import Chat, Continuation
 from kvloom.errors import NotFound, Unavailable
-from kvloom.request import Holding, Sequence, Sink
+from kvloom.request import Holding, Request, Sequence, Sink
 
 if TYPE_CHECKING:
     from kvloom.text.chat import Message
@@ -51,6 +52,11 @@ class Turn:
     text: str = ""
     kv: dict[str, object] | None = None
     answered: bool = False
+
+
+def only_turn(request: Request, sink: Sink) -> Turn:
+    """The turn of a conversation that has no other: a request without a conversation."""
+    return Turn(uuid.uuid4().hex, Sequence(request), sink, start=True, end=True)
 
 
 @dataclass(eq=False, slots=True)

@@ -52,9 +52,9 @@ class Stats:
 
 
 class Engine:
-    """Submit, step, commit.
+    """Step and commit. Requests come as turns of conversations, see ``turns``.
 
-    Every request that ``submit`` took ends in exactly one final delta, and ends in one place, ``_end``.
+    Every request that has begun ends in exactly one final delta, and ends in one place, ``_end``.
 
     Args:
         triton: hears which conversations there are; None: there is no Triton.
@@ -118,24 +118,7 @@ class Engine:
             return Unavailable("the server is shutting down and takes no new requests")
         return self._admission.refusal(sequence, also_waiting=self.turns.queued)
 
-    def submit(self, sequence: Sequence, sink: Sink) -> None:
-        """Queue a sequence whose request passed ``check``; its deltas go to ``sink``.
-
-        Raises:
-            Exception: a fault, of which ``sink`` has heard.
-        """
-        try:
-            refusal = self.refusal(sequence)
-            if refusal is None:
-                self.await_deadline(sequence)
-                self.begin(sequence, sink)
-        except Exception as fault:
-            self.answer_unbegun(sequence, sink, error=as_request_error(fault))
-            raise
-        if refusal is not None:
-            self.answer_unbegun(sequence, sink, error=refusal)
-
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding | None = None) -> None:
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding) -> None:
         """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
 
         After a fault in here it has not begun.
@@ -144,9 +127,8 @@ class Engine:
         sequence.end_ids = answer.end_ids
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         if self._limits.queue_timeout_s:
-            # a turn of a conversation may have waited for the one before it: that is no queue's fault
-            since = sequence.request.arrival if held is None else time.monotonic()
-            self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
+            # it may have waited for the turn before it: that is no queue's fault
+            self._timers.add(time.monotonic() + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence, held)
         self._answers[sequence] = answer
 

@@ -14,7 +14,7 @@ from kvloom.engine.engine import Engine, Stats
 from kvloom.engine.idle_check import IdleCheck
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.faults import logged
-from kvloom.request import Request, Sequence, Sink
+from kvloom.request import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -88,26 +88,10 @@ class Loop:
         self._engine = built.result()
         self.observations = self._engine.observations
 
-    def submit(self, request: Request, sink: Sink) -> Sequence:
-        """Queue a request.
-
-        Args:
-            request: what to answer.
-            sink: gets the answer's deltas from the loop's thread; must not block.
-
-        Returns:
-            A handle for ``cancel``.
-
-        Raises:
-            InvalidArgument: the request can never be served; ``sink`` gets nothing.
-        """
-        self._engine.check(request)
-        sequence = Sequence(request)
-        self._put(lambda: self._engine.submit(sequence, sink))
-        return sequence
-
     def take_turn(self, turn: Turn) -> None:
         """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
+
+        Its sink gets the answer's deltas from the loop's thread, and must not block.
 
         Raises:
             InvalidArgument: it can never be served; its sink gets nothing.
