@@ -46,7 +46,7 @@ class Seats(Rig):
     def too_long(self, ids: list[int]) -> bool:
         return len(ids) >= self.cache.total * BLOCK
 
-    def refusal(self, sequence):
+    def refusal(self, turn):
         return Unavailable("full") if self.full else None
 
     def await_deadline(self, sequence):

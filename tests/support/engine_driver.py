@@ -58,9 +58,9 @@ class Driver:
         about = {"arrival": 0.0, **{name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}}
         params = SamplingParams.model_validate({"temperature": 0.0, "ignore_eos": True, **fields})
         request = Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params, **about)
-        self.engine.check(request)
         answer = Answer()
         turn = only_turn(request, answer.append)
+        self.engine.prepare(turn)
         self.engine.turns.submit(turn)
         return turn.sequence, answer
 

@@ -25,8 +25,8 @@ class Seats(Protocol):
     def check_prompt(self, ids: Collection[int]) -> None:
         """Refuse a prompt, with the conversation before it, that can never be served."""
 
-    def refusal(self, sequence: Sequence) -> RequestError | None:
-        """Why a request can't be taken just now."""
+    def refusal(self, turn: Turn) -> RequestError | None:
+        """Why a turn can't be taken just now."""
 
     def await_deadline(self, sequence: Sequence) -> None:
         """Let ``deadline`` be heard of when it passes."""
@@ -94,7 +94,7 @@ class Turns:
         return len(self._queued)
 
     def submit(self, turn: Turn) -> None:
-        """Take a turn, or refuse it; what it asks by itself was checked before.
+        """Take a turn that was prepared, or refuse it.
 
         Raises:
             Exception: a fault. Where the turn was not taken then, its client has heard of it.
@@ -230,7 +230,7 @@ class Turns:
         Raises:
             RequestError: the turn is refused.
         """
-        refusal = self._seats.refusal(turn.sequence)
+        refusal = self._seats.refusal(turn)
         if refusal is not None:
             raise refusal
         return self._start(turn) if turn.start else self._continue(turn)

@@ -9,7 +9,7 @@ from functools import partial
 
 from kvloom.conversation.journal import Journal
 from kvloom.conversation.lifecycle import Lifecycle, NoTriton, Triton
-from kvloom.conversation.registry import Conversations
+from kvloom.conversation.registry import Conversations, Turn
 from kvloom.conversation.turns import Turns
 from kvloom.engine.answer import Answer
 from kvloom.engine.observations import Observations
@@ -18,7 +18,7 @@ from kvloom.executor.runner import Runner
 from kvloom.faults import logged
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Delta, FinishReason, Holding, Plan, Request, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, Holding, Plan, Sampled, Sequence, Sink
 from kvloom.scheduling.admission import Admission, Limits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.scheduling.timers import Timers
@@ -104,19 +104,29 @@ class Engine:
         self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
         lifecycle.restore()
 
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served; as ``Admission.check``."""
-        self._admission.check(request)
+    def prepare(self, turn: Turn) -> None:
+        """Do what can be done for a turn before it is taken; any thread may.
+
+        Raises:
+            InvalidArgument: it can never be served.
+        """
+        sequence = turn.sequence
+        if turn.start:
+            self._admission.check(sequence.request)
+        elif turn.messages is None:
+            self._admission.check_prompt(sequence.request.prompt_ids)
+        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
 
     def check_prompt(self, ids: Collection[int]) -> None:
-        """Refuse a prompt, with the conversation before it, that can never be served; as there."""
+        """Refuse a prompt, with the conversation before it, that can never be served; as ``Admission.check_prompt``."""
         self._admission.check_prompt(ids)
 
-    def refusal(self, sequence: Sequence) -> Unavailable | None:
-        """Why a request can't be taken just now."""
+    def refusal(self, turn: Turn) -> Unavailable | None:
+        """Why a turn can't be taken just now."""
         if self.draining:
             return Unavailable("the server is shutting down and takes no new requests")
-        return self._admission.refusal(sequence, also_waiting=self.turns.queued)
+        full = self._admission.queue_refusal(also_waiting=self.turns.queued)
+        return self._admission.retain_refusal(turn.sequence) if full is None and turn.start else full
 
     def begin(self, sequence: Sequence, sink: Sink, held: Holding) -> None:
         """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
@@ -125,7 +135,6 @@ class Engine:
         """
         answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
-        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         if self._limits.queue_timeout_s:
             # it may have waited for the turn before it: that is no queue's fault
             self._timers.add(time.monotonic() + self._limits.queue_timeout_s, "queue", sequence)

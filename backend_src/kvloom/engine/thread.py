@@ -96,8 +96,7 @@ class Loop:
         Raises:
             InvalidArgument: it can never be served; its sink gets nothing.
         """
-        if turn.start or turn.messages is None:
-            self._engine.check(turn.sequence.request)
+        self._engine.prepare(turn)
         self._put(lambda: self._engine.turns.submit(turn))
 
     def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:

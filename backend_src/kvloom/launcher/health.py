@@ -1,5 +1,6 @@
-"""The health endpoint: GET /health/ready answers 200 or 503."""
+"""The health endpoint: /health/ready answers 200 or 503, /health/live 200 as long as the launcher runs."""
 
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -8,8 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from kvloom.errors import LaunchError
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of who breaks a connection; show a fault of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 class HealthEndpoint:
-    """Serves ``/health/ready`` from a thread of its own until it is closed."""
+    """Answers GET and HEAD from a thread of its own until it is closed."""
 
     def __init__(self, host: str, port: int, is_ready: Callable[[], bool]):
         """Start serving.
@@ -27,25 +35,32 @@ class HealthEndpoint:
             timeout = 10  # seconds a silent peer may hold a thread
 
             def do_GET(self) -> None:  # noqa: N802 - the name is http.server's
-                if self.path != "/health/ready":
+                path = self.path.partition("?")[0]
+                if path == "/health/live":
+                    self._answer(HTTPStatus.OK, "live\n")
+                elif path != "/health/ready":
                     self._answer(HTTPStatus.NOT_FOUND, "not found\n")
                 elif is_ready():
                     self._answer(HTTPStatus.OK, "ready\n")
                 else:
                     self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
 
+            def do_HEAD(self) -> None:  # noqa: N802 - likewise
+                self.do_GET()
+
             def _answer(self, status: HTTPStatus, text: str) -> None:
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text.encode())
+                if self.command != "HEAD":
+                    self.wfile.write(text.encode())
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing: a probe every second is no news."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except OSError as error:
             raise LaunchError(f"health endpoint: port {port}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True)

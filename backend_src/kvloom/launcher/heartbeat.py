@@ -5,7 +5,9 @@ import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 PERIOD_S = 1.0
 """Seconds between two questions; one costs about 2 ms of processor time."""
@@ -16,7 +18,29 @@ CANARIES, CANARY_PAUSE_S = 3, 0.5
 
 
 class NoAnswer(Exception):
-    """A question was not answered, or with an error; ``str()`` is why."""
+    """A question was not answered, with an error, or with what is no answer to it; ``str()`` is why."""
+
+
+class _Reply(BaseModel):
+    """What `generate` answers, or Triton in its place."""
+
+    model_config = ConfigDict(strict=True)
+
+    text_output: str = ""
+    error: str | None = None
+
+
+class _Pong(BaseModel):
+    """The answer to a ping, see ``loop.Pulse``."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    since_step_s: float
+    failed_steps: int
+    draining: bool
+
+
+Read = TypeVar("Read", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +113,9 @@ class Heartbeat:
         return None
 
     def _ask_for_beat(self) -> Beat:
-        said = json.loads(self._ask({"control": json.dumps({"op": "ping"})}))
+        pong = _read(_Pong, self._ask({"control": json.dumps({"op": "ping"})}))
         broken = None
-        for _ in range(CANARIES if said["failed_steps"] else 0):
+        for _ in range(CANARIES if pong.failed_steps else 0):
             try:
                 self._ask(CANARY)
                 broken = None
@@ -99,7 +123,7 @@ class Heartbeat:
             except NoAnswer as error:
                 broken = str(error) if str(error).startswith("INTERNAL") else None
                 time.sleep(CANARY_PAUSE_S)
-        return Beat(said["since_step_s"], said["draining"], broken)
+        return Beat(pong.since_step_s, pong.draining, broken)
 
     def _ask(self, body: dict[str, Any]) -> str:
         connection = http.client.HTTPConnection(
@@ -107,11 +131,24 @@ class Heartbeat:
         )
         try:
             connection.request("POST", "/v2/models/generate/generate", json.dumps(body))
-            answer = json.loads(connection.getresponse().read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            said = connection.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
             raise NoAnswer(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        if "error" in answer:
-            raise NoAnswer(answer["error"])
-        return answer["text_output"]
+        reply = _read(_Reply, said)
+        if reply.error is not None:
+            raise NoAnswer(reply.error)
+        return reply.text_output
+
+
+def _read(kind: type[Read], said: str | bytes) -> Read:
+    """What was said, as its kind.
+
+    Raises:
+        NoAnswer: it is something else: on the port there may be anybody.
+    """
+    try:
+        return kind.model_validate_json(said)
+    except ValidationError as error:
+        raise NoAnswer(f"not kvloom's answer: {said[:200]!r}") from error
