@@ -40,6 +40,7 @@ class Turn:
             how the turn before it ends.
         kv: what it asks of the cache; None where it leaves that to the conversation's first turn.
         answered: it ended before its turn came.
+        new: what it adds, or why it can't; None: that is not known yet.
     """
 
     conversation: ConversationId
@@ -52,6 +53,7 @@ class Turn:
     text: str = ""
     kv: dict[str, object] | None = None
     answered: bool = False
+    new: Continuation | Exception | None = None
 
 
 def only_turn(request: Request, sink: Sink) -> Turn:
@@ -74,6 +76,7 @@ class Conversation:
         running: the turn that is at work.
         new: what it has added to the history.
         queue: those that follow it.
+        preparing: the first of these, while it is found out what it adds.
         counted: it may last longer than one turn.
         ending: nothing follows what is queued.
         open_in_triton: Triton still knows its id.
@@ -92,6 +95,7 @@ class Conversation:
     running: Turn | None = None
     new: Continuation = field(default_factory=lambda: Continuation(0, []))
     queue: deque[Turn] = field(default_factory=deque)
+    preparing: Turn | None = None
     counted: bool = True
     ending: bool = False
     open_in_triton: bool = True
@@ -232,6 +236,9 @@ class Conversations:
         assert not self._live.keys() & self._dropped.keys(), "a conversation is live and dropped"
         for conversation in self._live.values():
             assert (conversation in self._idle) == (not conversation.busy), f"{conversation.id}: idle or busy?"
-            assert conversation.running is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"
         assert all(self._live.get(conversation.id) is conversation for conversation in self._idle)
-        assert all(one.detached and one.running is not None for one in self._detached), "one without an id is stuck"
+        assert all(one.detached and one.busy for one in self._detached), "one without an id is stuck"
+        for conversation in self.everyone():
+            at_work = conversation.running or conversation.preparing
+            assert at_work is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"
+            assert conversation.preparing in (None, *list(conversation.queue)[:1]), f"{conversation.id}: not the next"

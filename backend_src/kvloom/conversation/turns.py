@@ -5,10 +5,12 @@ import time
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-from kvloom.conversation.continuation import Chat, Continuation, answer_text, go_on
+from kvloom.conversation.continuation import Chat, Continuation, answer_text
 from kvloom.conversation.lifecycle import Lifecycle
+from kvloom.conversation.preparation import Preparation
 from kvloom.conversation.registry import Conversation, ConversationId, Turn
 from kvloom.errors import Cancelled, InvalidArgument, NotFound, RequestError, as_request_error
 from kvloom.faults import logged
@@ -75,6 +77,7 @@ class Turns:
 
     Attributes:
         lifecycle: of the conversations.
+        preparation: finds out what each turn adds.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Turns:
         self._seats = seats
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._context_length = context_length
+        self.preparation = Preparation(tokenizer, context_length)
         self._running: dict[Sequence, Conversation] = {}
         self._queued: dict[Sequence, Turn] = {}
 
@@ -129,9 +132,11 @@ class Turns:
         Raises:
             NotFound: there is no such conversation.
         """
-        running = self.lifecycle.register.find(conversation_id).running
-        if running is not None:
-            self._seats.end(running.sequence, FinishReason.CANCELLED)
+        conversation = self.lifecycle.register.find(conversation_id)
+        if conversation.running is not None:
+            self._seats.end(conversation.running.sequence, FinishReason.CANCELLED)
+        elif conversation.preparing is not None:
+            self.cancel(conversation.preparing.sequence)
 
     def status(self, conversation_id: ConversationId) -> Status:
         """How a conversation is.
@@ -143,8 +148,9 @@ class Turns:
         if conversation.running is not None:
             sequence = conversation.running.sequence
             return Status(len(sequence.tokens), len(sequence.blocks), 0.0, True)
-        idle_s = time.monotonic() - conversation.last_used
-        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, False)
+        busy = conversation.busy
+        idle_s = 0.0 if busy else time.monotonic() - conversation.last_used
+        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, busy)
 
     def settle(self, sequence: Sequence, error: RequestError | None) -> Conversation | None:
         """A sequence has ended: keep what is computed of it, or free it.
@@ -175,7 +181,14 @@ class Turns:
     def proceed(self, conversation: Conversation) -> None:
         """Let the next turn begin, unless one is running; without one the conversation is idle, or over."""
         while conversation.running is None and conversation.queue:
-            turn = conversation.queue.popleft()
+            if conversation.preparing is not None:
+                return
+            turn = conversation.queue[0]
+            then = partial(self._prepared, conversation, turn)
+            if turn.new is None and not self.preparation.prepare(conversation, turn, then):
+                conversation.preparing = turn
+                return
+            conversation.queue.popleft()
             del self._queued[turn.sequence]
             try:
                 self._begin(conversation, turn)
@@ -208,7 +221,11 @@ class Turns:
     def fail_queued(self, error: RequestError) -> None:
         """End every turn that waits for another one of its conversation."""
         for conversation in self.lifecycle.register.everyone():
+            was_next = conversation.preparing
             self._fail_queue(conversation, error)
+            if was_next is not None:
+                with logged(log, "conversation %s went on with a fault", conversation.id):
+                    self.proceed(conversation)
         # whose conversation a fault has taken away
         for turn in self._queued.values():
             if not turn.answered:
@@ -258,14 +275,17 @@ class Turns:
         return conversation
 
     def _begin(self, conversation: Conversation, turn: Turn) -> None:
-        """Feed a turn whose turn has come, and let it run unless its client has its answer already.
+        """Feed a turn that is prepared and next, and let it run unless its client has its answer already.
 
         Raises:
             RequestError: it is refused; the conversation is as before.
         """
         if not turn.start and not conversation.history:
             raise NotFound(f"conversation {conversation.id}: lost, an earlier turn failed")
-        new = self._new_tokens(conversation, turn)
+        new, turn.new = turn.new, None
+        if not isinstance(new, Continuation):
+            assert new is not None, "a turn begins that was not prepared"
+            raise new
         tokens = [*conversation.history[: new.keep], *new.ids]
         self._seats.check_prompt(tokens)
         sequence = turn.sequence
@@ -289,14 +309,11 @@ class Turns:
             del self._running[sequence]
             raise
 
-    def _new_tokens(self, conversation: Conversation, turn: Turn) -> Continuation:
-        history = conversation.history
-        if turn.text and self._tokenizer.begins_anew_after(history[-1]):
-            ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
-            return Continuation(len(history), ids)
-        if turn.messages is None or turn.start:
-            return Continuation(len(history), list(turn.sequence.request.prompt_ids), turn.rendered)
-        return go_on(self._tokenizer, history, conversation.chat, turn.messages, self._context_length)
+    def _prepared(self, conversation: Conversation, turn: Turn) -> None:
+        # it may have ended meanwhile
+        if conversation.preparing is turn:
+            conversation.preparing = None
+            self.proceed(conversation)
 
     def _note(self, conversation: Conversation, turn: Turn, tokens: list[int]) -> None:
         """A turn has finished: its tokens are history now."""
@@ -329,6 +346,7 @@ class Turns:
 
     def _fail_queue(self, conversation: Conversation, error: RequestError) -> None:
         """End the turns of a conversation that wait."""
+        conversation.preparing = None
         while conversation.queue:
             turn = conversation.queue.popleft()
             self._queued.pop(turn.sequence, None)

@@ -197,6 +197,11 @@ class Engine:
         return bool(self._answers)
 
     @property
+    def idle(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return not self._answers and not self.turns.queued
+
+    @property
     def wakes_at(self) -> float:
         """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
         return self.turns.lifecycle.register.next_expiry

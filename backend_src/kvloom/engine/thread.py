@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvloom.conversation.registry import Turn
@@ -20,6 +20,15 @@ log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
 """Of the loop for a message: a longer one is waited for in pieces, as timeouts have a limit."""
+
+LEAST_S, SHARE = 0.005, 0.2
+"""How long messages are acted on between two steps, in seconds and as a share of a step: at most the longer of both.
+
+Many requests that come at once must not hold up who is being answered; a step's time is what one waits for anyway.
+"""
+
+BACKGROUND_THREADS = 2
+"""Threads that render chats: more would only wait for each other, and the loop for them."""
 
 Failed = Callable[[RequestError], None]
 """Hears, from the loop's thread, why what was asked for does not come."""
@@ -82,6 +91,9 @@ class Loop:
         self._moved = time.monotonic()
         self._drains: list[tuple[float, Callable[[int], None]]] = []
         self._cut_short = 0
+        # what the last step took, seconds
+        self._step_s = 0.0
+        self._background = ThreadPoolExecutor(BACKGROUND_THREADS, "kvloom-background")
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
         self._thread.start()
@@ -140,6 +152,14 @@ class Loop:
 
         self._put(stop)
         self._thread.join()
+        self._background.shutdown(cancel_futures=True)
+
+    def _in_background(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        def run() -> None:
+            work()
+            self._put(then)
+
+        self._background.submit(run)
 
     def _put(self, act: Callable[[], None], failed: Failed | None = None) -> None:
         self._inbox.put(Message(act, failed))
@@ -147,6 +167,7 @@ class Loop:
     def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
         try:
             engine = build()
+            engine.turns.preparation.background = self._in_background
             self.stats = engine.stats()
         except Exception as error:  # noqa: BLE001 it is raised where the loop was made
             built.set_exception(error)
@@ -169,10 +190,11 @@ class Loop:
                 self._act(engine, Message(engine.tick))
                 if engine.busy:
                     check.worked()
-                    steps = engine.steps
+                    steps, began = engine.steps, time.monotonic()
                     engine.step()
                     if engine.steps != steps:
                         self._moved = time.monotonic()
+                        self._step_s = self._moved - began
                 self.stats = engine.stats()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
@@ -182,17 +204,26 @@ class Loop:
         self._end_drains()
 
     def _handle(self, engine: Engine, wait_s: float) -> bool:
-        """Act on every message there is; wait so long for one. Returns whether there was any."""
-        came = False
+        """Act on the messages there are, but no longer than SHARE allows; wait so long for the first one.
+
+        Returns:
+            Whether there was any.
+        """
         try:
-            while True:
-                message = self._inbox.get(block=wait_s > 0, timeout=wait_s)
-                if wait_s:
-                    self._moved = time.monotonic()
-                came, wait_s = True, 0.0
-                self._act(engine, message)
+            message = self._inbox.get(block=wait_s > 0, timeout=wait_s)
         except queue.Empty:
-            return came
+            return False
+        began = time.monotonic()
+        if wait_s:
+            self._moved = began
+        self._act(engine, message)
+        while time.monotonic() - began < max(LEAST_S, SHARE * self._step_s):
+            try:
+                message = self._inbox.get(block=False)
+            except queue.Empty:
+                break
+            self._act(engine, message)
+        return True
 
     def _act(self, engine: Engine, message: Message) -> None:
         """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
@@ -213,11 +244,11 @@ class Loop:
         return Pulse(round(since, 3), self._engine.failed_steps, self._engine.draining)
 
     def _continue_drain(self, engine: Engine) -> None:
-        if engine.busy and time.monotonic() >= min(limit for limit, _ in self._drains):
+        if not engine.idle and time.monotonic() >= min(limit for limit, _ in self._drains):
             stats = engine.stats()
             self._cut_short += stats.running + stats.waiting
             engine.fail_all(Unavailable("the server is shutting down; the answer was cut short"))
-        if not engine.busy:
+        if engine.idle:
             self._end_drains()
 
     def _end_drains(self) -> None:
