@@ -52,7 +52,7 @@ class Seats(Rig):
     def await_deadline(self, sequence):
         pass
 
-    def begin(self, sequence, sink, held):
+    def begin(self, sequence, sink, held, since):
         self._sinks[sequence] = sink
         self._contents[sequence] = []
         self.alive.append(sequence)

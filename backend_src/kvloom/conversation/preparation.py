@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from kvloom.conversation.continuation import Chat, Continuation, go_on
 from kvloom.conversation.registry import Conversation, Turn
@@ -28,7 +29,7 @@ class Preparation:
         self._tokenizer = tokenizer
         self._context_length = context_length
 
-    def prepare(self, conversation: Conversation, turn: Turn, then: Callable[[], None]) -> bool:
+    def prepare(self, conversation: Conversation, turn: Turn, then: Callable[[Conversation, Turn], None]) -> bool:
         """Set what a turn adds, ``Turn.new``. Until it begins or ends nothing else may happen to its conversation.
 
         Returns:
@@ -48,7 +49,7 @@ class Preparation:
         if self.background is None:
             work()
             return True
-        self.background(work, then)
+        self.background(work, partial(then, conversation, turn))
         return False
 
     def _depends_on(self, last: int, turn: Turn) -> bool:

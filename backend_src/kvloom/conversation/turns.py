@@ -5,7 +5,6 @@ import time
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from kvloom.conversation.continuation import Chat, Continuation, answer_text
@@ -33,7 +32,7 @@ class Seats(Protocol):
     def await_deadline(self, sequence: Sequence) -> None:
         """Let ``deadline`` be heard of when it passes."""
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding) -> None:
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
         """Queue a sequence whose turn has come; ``settle`` is called before its final delta, ``proceed`` after it."""
 
     def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
@@ -148,9 +147,8 @@ class Turns:
         if conversation.running is not None:
             sequence = conversation.running.sequence
             return Status(len(sequence.tokens), len(sequence.blocks), 0.0, True)
-        busy = conversation.busy
-        idle_s = 0.0 if busy else time.monotonic() - conversation.last_used
-        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, busy)
+        idle_s = 0.0 if conversation.busy else time.monotonic() - conversation.last_used
+        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, conversation.busy)
 
     def settle(self, sequence: Sequence, error: RequestError | None) -> Conversation | None:
         """A sequence has ended: keep what is computed of it, or free it.
@@ -181,11 +179,10 @@ class Turns:
     def proceed(self, conversation: Conversation) -> None:
         """Let the next turn begin, unless one is running; without one the conversation is idle, or over."""
         while conversation.running is None and conversation.queue:
-            if conversation.preparing is not None:
-                return
             turn = conversation.queue[0]
-            then = partial(self._prepared, conversation, turn)
-            if turn.new is None and not self.preparation.prepare(conversation, turn, then):
+            if conversation.preparing is turn:
+                return
+            if turn.new is None and not self.preparation.prepare(conversation, turn, self._prepared):
                 conversation.preparing = turn
                 return
             conversation.queue.popleft()
@@ -205,10 +202,7 @@ class Turns:
             self.lifecycle.register.rest(conversation, time.monotonic())
 
     def recover(self) -> None:
-        """After a fault, every turn's answer having ended, maybe with a fault: nobody is at work any more.
-
-        What was computed may be wrong; it is computed again.
-        """
+        """Compute everything again after a fault: every turn's answer has ended, maybe with a fault."""
         self._running.clear()
         for conversation in self.lifecycle.register.everyone():
             held, conversation.held, conversation.running = conversation.held, Holding(), None
@@ -302,16 +296,17 @@ class Turns:
             return
         conversation.running = turn
         self._running[sequence] = conversation
+        # a later turn may have waited for the one before it: that is no queue's fault
+        since = sequence.request.arrival if turn.start else time.monotonic()
         try:
-            self._seats.begin(sequence, turn.sink, conversation.held)
+            self._seats.begin(sequence, turn.sink, conversation.held, since)
         except Exception:
             conversation.running = None
             del self._running[sequence]
             raise
 
     def _prepared(self, conversation: Conversation, turn: Turn) -> None:
-        # it may have ended meanwhile
-        if conversation.preparing is turn:
+        if conversation.preparing is turn:  # it may have ended meanwhile
             conversation.preparing = None
             self.proceed(conversation)
 

@@ -128,16 +128,19 @@ class Engine:
         full = self._admission.queue_refusal(also_waiting=self.turns.queued)
         return self._admission.retain_refusal(turn.sequence) if full is None and turn.start else full
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding) -> None:
-        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
+        """Queue a sequence without asking ``refusal``; after a fault in here it has not begun.
 
-        After a fault in here it has not begun.
+        Args:
+            sequence: prepared.
+            sink: where its deltas go.
+            held: what it goes on with, computed of its first tokens.
+            since: when its wait for a step has begun (``time.monotonic()``).
         """
         answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
         if self._limits.queue_timeout_s:
-            # it may have waited for the turn before it: that is no queue's fault
-            self._timers.add(time.monotonic() + self._limits.queue_timeout_s, "queue", sequence)
+            self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence, held)
         self._answers[sequence] = answer
 

@@ -33,6 +33,18 @@ class Limits:
     conversation_idle_s: float = 0.0
     fail_after_tokens: int = 0
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse a prompt of so many tokens that does not fit.
+
+        Raises:
+            InvalidArgument: it is longer than the context, less a token for the answer.
+        """
+        if tokens > self.context_length - 1:
+            raise InvalidArgument(
+                "prompt",
+                f"has {tokens} tokens; context_length {self.context_length} takes at most {self.context_length - 1}",
+            )
+
 
 class Admission:
     """Says of a request whether it can be served. Changes nothing.
@@ -72,11 +84,8 @@ class Admission:
         tokens = len(ids)
         if tokens == 0:
             raise InvalidArgument("prompt", "is empty; send at least one token")
-        context, capacity = self._limits.context_length, self._cache.total * self._cache.block_size
-        if tokens > context - 1:
-            raise InvalidArgument(
-                "prompt", f"has {tokens} tokens; context_length {context} takes at most {context - 1}"
-            )
+        self._limits.check_length(tokens)
+        capacity = self._cache.total * self._cache.block_size
         if tokens > capacity:
             raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
         # a tokenizer may have more tokens than the model's embedding has rows
