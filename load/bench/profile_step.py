@@ -20,6 +20,7 @@ from bench.floors import Floors, Machine
 from bench.prompts import PromptSource
 from bench.variants import IN_PROCESS
 from kvloom.config import Settings
+from kvloom.conversation.registry import only_turn
 from kvloom.engine.build import assemble
 from kvloom.engine.engine import Engine
 from kvloom.engine.thread import Loop
@@ -149,7 +150,8 @@ def _answer(loop: Loop, prompts: list[list[int]]) -> None:
 
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     for prompt in prompts:
-        loop.submit(Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic()), sink)
+        request = Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic())
+        loop.take_turn(only_turn(request, sink))
     for _ in prompts:
         left.acquire()
 

@@ -46,13 +46,13 @@ class Seats(Rig):
     def too_long(self, ids: list[int]) -> bool:
         return len(ids) >= self.cache.total * BLOCK
 
-    def refusal(self, sequence):
+    def refusal(self, turn):
         return Unavailable("full") if self.full else None
 
     def await_deadline(self, sequence):
         pass
 
-    def begin(self, sequence, sink, held):
+    def begin(self, sequence, sink, held, since):
         self._sinks[sequence] = sink
         self._contents[sequence] = []
         self.alive.append(sequence)

@@ -305,3 +305,26 @@ def test_a_follow_up_with_a_token_that_the_model_lacks_is_refused(tmp_path):
     after = driver.say("chat", messages=[{"role": "user", "content": "the"}])
     assert list(after.sequence.request.prompt_ids[:before]) == [*first.sequence.request.prompt_ids, *first.ids]
     driver.end_all()
+
+
+def test_a_conversation_grows_beyond_what_may_be_pinned_and_takes_nobodys_pin(model):
+    driver = talks(model, kv_blocks=64, retain_memory="100KB")
+    cache = driver.engine._cache
+    limit, block = cache.retain_limit, cache.block_size
+    others = tokens(1, (limit - 2) * block)
+    driver.say(1, others, start=True, end=True, retain_s=-1, max_tokens=1)
+    assert cache.pinned() == limit - 2
+    pinned = cache.match("", [*others, 0])
+
+    driver.say(2, tokens(2, block), start=True, retain_s=-1, max_tokens=1)
+    for seed in (3, 4, 5):
+        # also where it repeats what the first turn has asked for
+        answer = driver.say(2, tokens(seed, 2 * block), max_tokens=1, retain_s=-1 if seed == 4 else 0.0)
+        assert answer.reason is FinishReason.LENGTH
+        assert cache.pinned() == limit
+        assert cache.pinned_of("", others) == limit - 2
+    assert cache.match("", [*others, 0]) == pinned
+
+    refused = driver.say(6, tokens(6, block), start=True, retain_s=-1)
+    assert str(refused.error).startswith(f"UNAVAILABLE: retain_memory full: {limit} of {limit} blocks are pinned")
+    driver.end_all()

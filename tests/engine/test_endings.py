@@ -2,7 +2,6 @@
 
 import gc
 import random
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,10 +14,11 @@ from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, Unavailable
 from kvloom.executor import runner
 from kvloom.kv.transfer import copy_blocks
-from kvloom.request import FinishReason, Request, SamplingParams, Sequence, Slice
+from kvloom.request import FinishReason, Sequence, Slice
 from kvloom.scheduling.scheduler import Costs
 from support.engine_driver import Answer, Driver
 from support.tiny_models import EOS, make_tiny
+from support.waiting import submit
 
 
 @pytest.fixture(scope="module")
@@ -261,12 +261,9 @@ def test_what_a_failed_plan_promised_is_not_found_later(model, expected, monkeyp
 
     loop = Loop(lambda: engine)
     monkeypatch.setattr(engine._scheduler, "plan", fail_once)
-    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
     answers = []
     for _ in range(2):
-        answer, done = Answer(), threading.Event()
-        request = Request(id="", prompt_ids=tuple(PROMPTS[4]), params=params, arrival=0.0)
-        loop.submit(request, lambda delta, answer=answer, done=done: (answer.append(delta), delta.final and done.set()))
+        answer, done = submit(loop, PROMPTS[4], max_tokens=20, temperature=0.0)
         assert done.wait(60)
         answers.append(answer)
     loop.stop()

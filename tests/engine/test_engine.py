@@ -9,9 +9,10 @@ import pytest
 from kvloom.engine.engine import Engine
 from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, InvalidArgument, Unavailable
-from kvloom.request import FinishReason, Request, SamplingParams
+from kvloom.request import FinishReason
 from support.engine_driver import Answer, Driver
 from support.tiny_models import make_tiny
+from support.waiting import submit
 
 
 @pytest.fixture(scope="module")
@@ -230,19 +231,6 @@ def test_fail_after_tokens_hits_only_its_requests(model, prompts):
     assert len(failing.ids) == 5
     assert str(failing.error).startswith("INTERNAL: ")
     assert len(healthy.ids) == 9
-
-
-def submit(loop: Loop, prompt: list[int], **params: object) -> tuple[Answer, threading.Event]:
-    answer, done = Answer(), threading.Event()
-
-    def sink(delta):
-        answer.append(delta)
-        if delta.final:
-            done.set()
-
-    request = Request(id="", prompt_ids=tuple(prompt), params=SamplingParams(ignore_eos=True, **params), arrival=0.0)
-    loop.submit(request, sink)
-    return answer, done
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Whatever is a fault inside: one final to each request, a log entry, and nobody else notices."""
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +7,10 @@ from unittest import mock
 
 import pytest
 
-from kvloom.conversation.registry import Turn
-from kvloom.engine.thread import Loop
+from kvloom.conversation.registry import Turn, only_turn
 from kvloom.errors import NotFound
-from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
-from kvloom.serving.control import Control, act
-from support.engine_driver import Answer
+from kvloom.request import FinishReason, Sequence
+from support.running import Heard, Running
 from support.talks import Talks
 from support.tiny_models import make_tiny
 
@@ -32,56 +29,6 @@ def talks(model: Path) -> Talks:
 
 def fault() -> mock.Mock:
     return mock.Mock(side_effect=ValueError("a fault"))
-
-
-class Heard(Answer):
-    """A sink that can be waited for."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.ended = threading.Event()
-
-    def sequence(self, max_tokens: int) -> Sequence:
-        params = SamplingParams(ignore_eos=True, temperature=0.0, max_tokens=max_tokens)
-        self.asked = Sequence(Request(id="", prompt_ids=(5, 6), params=params, arrival=time.monotonic()))
-        return self.asked
-
-    def __call__(self, delta: Delta) -> None:
-        self.append(delta)
-        self.begun.set()
-        if delta.final:
-            self.ended.set()
-
-    def wait(self) -> "Heard":
-        assert self.ended.wait(20), "no final came"
-        self.assert_one_final()
-        return self
-
-
-class Running:
-    """An engine in its loop, with one answer on its way that nothing is to hurt."""
-
-    def __init__(self, talks: Talks):
-        self.talks = talks
-        self.engine = talks.engine
-        self.loop = Loop(lambda: self.engine)
-        self.neighbour = self.say(1, max_tokens=4000, start=True)
-        assert self.neighbour.begun.wait(60)
-
-    def say(self, conversation: int, max_tokens: int = 4, **flags: bool) -> Heard:
-        heard = Heard()
-        self.loop.take_turn(Turn(conversation, heard.sequence(max_tokens), heard, **flags))
-        return heard
-
-    def control(self, op: str, conversation: int = 1, **keys: object) -> Heard:
-        heard = Heard()
-        act(Control(op=op, **keys), conversation, self.loop, "fp32", "secret", heard)
-        return heard
-
-    def others_did_not_notice(self) -> None:
-        self.loop.cancel(self.neighbour.asked)
-        assert self.neighbour.wait().reason is FinishReason.CANCELLED
-        assert self.say(1).wait().reason is FinishReason.LENGTH
 
 
 @pytest.fixture
@@ -185,7 +132,7 @@ def test_a_request_without_a_conversation_that_is_a_fault_hears_of_it(running):
     for method in ("refusal", "begin"):
         heard = Heard()
         with mock.patch.object(running.engine, method, fault()):
-            running.loop.submit(heard.sequence(4).request, heard)
+            running.loop.take_turn(only_turn(heard.sequence(4).request, heard))
             assert str(heard.wait().error) == FAULT
     running.others_did_not_notice()
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from kvloom.conversation.registry import only_turn
 from kvloom.engine.engine import Engine, Limits
 from kvloom.executor.decode_steps import DecodeSteps
 from kvloom.executor.runner import Runner
@@ -13,7 +14,7 @@ from kvloom.kv.cache import BlockCache
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.ops.native import stop_using_native
-from kvloom.request import Delta, Request, SamplingParams, Sequence
+from kvloom.request import Delta, Request, SamplingParams
 from kvloom.scheduling.scheduler import Costs, Scheduler
 from support.compiled import use_compiled
 from support.some_tokenizers import default_tokenizer
@@ -71,7 +72,7 @@ def run(decoder: NoModel, rows: int, prompt: int, params: SamplingParams, logpro
     for row, answer in enumerate(answers):
         ids = tuple(range(100 + row, 100 + row + prompt))
         request = Request(id="", prompt_ids=ids, params=params, arrival=0.0, logprobs=logprobs)
-        engine.submit(Sequence(request), answer.append)
+        engine.turns.submit(only_turn(request, answer.append))
     seconds = []
     while engine.busy:
         began = time.thread_time()

@@ -64,6 +64,29 @@ def test_above_the_limit_the_first_to_expire_make_room(caplog):
     assert [hits(cache, text) for text in (A + B, C + D)] == [1, 2]
 
 
+def test_nobody_takes_a_pinned_blocks_place(caplog):
+    cache = cache_of(8, retain_limit=3)
+    pinned = put_retained(cache, A + B, until=math.inf)
+    put_retained(cache, [*C, 9], until=20.0)
+    for until in (10.0, math.inf):
+        put_retained(cache, D + C + B, until)
+        assert cache.match("", [*A, *B, 9]) == pinned
+        assert cache.pinned() == (2 if until == 10.0 else 3)
+        assert cache.retained == 3
+    assert "retain_memory is full: 3 blocks are not retained" in caplog.text
+    take(cache, 5)
+    assert [hits(cache, text) for text in (A + B, C, D + C)] == [2, 0, 1]
+
+
+def test_what_grows_is_retained_from_its_beginning():
+    cache = cache_of(8, retain_limit=3)
+    put_retained(cache, A + B, until=math.inf)
+    put_retained(cache, A + B + C + D, until=math.inf)
+    assert cache.pinned() == 3
+    take(cache, 5)
+    assert hits(cache, A + B + C + D) == 3
+
+
 def test_a_shared_prefix_is_retained_for_as_long_as_any_wants():
     cache = cache_of(6, retain_limit=6)
     put_retained(cache, A + B, until=10.0)

@@ -13,16 +13,18 @@ import tritonclient.grpc as triton
 from kvloom.admin import admits, digest, digests
 from kvloom.engine.thread import Loop, Pulse
 from kvloom.errors import InvalidArgument, Unavailable
-from kvloom.request import FinishReason, Request, SamplingParams
+from kvloom.request import FinishReason
 from kvloom.serving.control import Control, act
 from kvloom_client import Client, HttpClient, RequestFailed
-from support.engine_driver import Answer, Driver
+from support.engine_driver import Driver
 from support.launched import Launched, launched
 from support.server import Footprint
 from support.tiny_models import make_tiny
 from support.tiny_server import Tiny, stub
+from support.waiting import submit
 
 TOKEN = "let me"
+PROMPT = (5, 6)
 
 
 # the loop
@@ -34,19 +36,6 @@ def loop(tmp_path) -> Iterator[Loop]:
     running = Loop(lambda: engine)
     yield running
     running.stop()
-
-
-def submit(loop: Loop, max_tokens: int) -> tuple[Answer, threading.Event]:
-    answer, done = Answer(), threading.Event()
-
-    def sink(delta):
-        answer.append(delta)
-        if delta.final:
-            done.set()
-
-    params = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
-    loop.submit(Request(id="", prompt_ids=(5, 6), params=params, arrival=0.0), sink)
-    return answer, done
 
 
 def drain(loop: Loop, timeout_s: float = float("inf")) -> "list[int]":
@@ -72,10 +61,10 @@ def wait_for(list_: list) -> None:
 
 
 def test_running_answers_end_and_new_ones_are_refused(loop):
-    running, _ = submit(loop, 300)
+    running, _ = submit(loop, PROMPT, max_tokens=300)
     wait_for(running)
     first, second = drain(loop), drain(loop)
-    late, refused = submit(loop, 5)
+    late, refused = submit(loop, PROMPT, max_tokens=5)
     assert refused.wait(10)
     assert isinstance(late.error, Unavailable)
     assert str(late.error) == "UNAVAILABLE: the server is shutting down and takes no new requests"
@@ -90,13 +79,13 @@ def test_an_idle_loop_is_drained_at_once(loop):
     cut_short = drain(loop)
     wait_for(cut_short)
     assert cut_short == [0]
-    refused = submit(loop, 5)[0]
+    refused = submit(loop, PROMPT, max_tokens=5)[0]
     wait_for(refused)
     assert isinstance(refused.error, Unavailable)
 
 
 def test_what_takes_too_long_is_cut_short(loop):
-    answers = [submit(loop, 4000)[0] for _ in range(3)]
+    answers = [submit(loop, PROMPT, max_tokens=4000)[0] for _ in range(3)]
     wait_for(answers[0])
     start = time.monotonic()
     cut_short = drain(loop, 0.2)
@@ -108,7 +97,7 @@ def test_what_takes_too_long_is_cut_short(loop):
 
 
 def test_a_drain_ends_also_when_the_engine_fails_meanwhile(loop, monkeypatch):
-    answer, _ = submit(loop, 4000)
+    answer, _ = submit(loop, PROMPT, max_tokens=4000)
     wait_for(answer)
     monkeypatch.setattr(loop._engine._scheduler, "plan", lambda: 1 / 0)
     cut_short = drain(loop)
@@ -123,7 +112,7 @@ def test_a_drain_ends_also_when_the_engine_fails_meanwhile(loop, monkeypatch):
 def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(loop, monkeypatch):
     assert pulse(loop) == Pulse(0.0, 0, False)
     engine = loop._engine
-    answer, done = submit(loop, 4000)
+    answer, done = submit(loop, PROMPT, max_tokens=4000)
     wait_for(answer)
     assert pulse(loop).since_step_s < 1.0
     with monkeypatch.context() as patch:
@@ -134,16 +123,16 @@ def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(loop, monkeypatch
         patch.setattr(engine._runner, "run", lambda slices: 1 / 0)
         assert done.wait(10)
         assert pulse(loop) == Pulse(0.0, 1, False)
-        submit(loop, 5)[1].wait(10)
+        submit(loop, PROMPT, max_tokens=5)[1].wait(10)
         assert pulse(loop).failed_steps == 2
-    assert submit(loop, 5)[1].wait(10)
+    assert submit(loop, PROMPT, max_tokens=5)[1].wait(10)
     assert pulse(loop) == Pulse(0.0, 0, False)
 
 
 def test_idle_time_does_not_count_for_what_comes_after_it(loop, monkeypatch):
     time.sleep(0.5)
     monkeypatch.setattr(loop._engine, "step", lambda: time.sleep(0.01))
-    submit(loop, 5)
+    submit(loop, PROMPT, max_tokens=5)
     assert pulse(loop).since_step_s < 0.3
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.outbox import Senders
 
 FINAL = 1
@@ -159,7 +160,7 @@ def test_nothing_follows_the_final(serving):
 
 @pytest.fixture
 def watcher(serving: Any) -> Iterator[Any]:
-    made = serving.sender.CancelWatcher()
+    made = CancelWatcher()
     yield made
     made.stop()
 

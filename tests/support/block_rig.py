@@ -110,7 +110,8 @@ class Rig:
         assert not self.alive
 
     def check(self) -> None:
-        self.scheduler.check()
+        for _ in self.scheduler.check_in_parts():
+            pass
         for sequence in self.scheduler.running:
             self._read(sequence, sequence.computed)
         waiting = self.scheduler._found_for

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvloom.config import Settings
 from kvloom.conversation.lifecycle import Triton
+from kvloom.conversation.registry import only_turn
 from kvloom.engine.build import assemble
 from kvloom.errors import RequestError
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
@@ -57,10 +58,11 @@ class Driver:
         about = {"arrival": 0.0, **{name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}}
         params = SamplingParams.model_validate({"temperature": 0.0, "ignore_eos": True, **fields})
         request = Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params, **about)
-        self.engine.check(request)
-        sequence, answer = Sequence(request), Answer()
-        self.engine.submit(sequence, answer.append)
-        return sequence, answer
+        answer = Answer()
+        turn = only_turn(request, answer.append)
+        self.engine.prepare(turn)
+        self.engine.turns.submit(turn)
+        return turn.sequence, answer
 
     def run(self) -> None:
         while self.engine.busy:

@@ -55,6 +55,7 @@ class Talks(Driver):
         salt: str = "",
         deadline: float | None = None,
         request_id: str = "",
+        retain_s: float = 0.0,
         **params: object,
     ) -> Answer:
         """Send a turn, as the wire makes it; parameters are of sampling, greedy by default."""
@@ -71,13 +72,14 @@ class Talks(Driver):
             arrival=time.monotonic(),
             cache_salt=salt,
             deadline=deadline,
+            retain_s=retain_s,
         )
-        if start or messages is None:
-            self.engine.check(request)
         answer = Answer()
         answer.sequence = Sequence(request)
         later = "" if start else text
-        self.turns.submit(Turn(conversation, answer.sequence, answer.append, start, end, messages, rendered, later, kv))
+        turn = Turn(conversation, answer.sequence, answer.append, start, end, messages, rendered, later, kv)
+        self.engine.prepare(turn)
+        self.turns.submit(turn)
         return answer
 
     def say(self, conversation: ConversationId, *args: Any, **fields: Any) -> Answer:

@@ -1,5 +1,6 @@
 """Which conversations there are, and what each is made of. Plain data, used by the loop's thread only."""
 
+import uuid
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvloom.conversation.continuation import Chat, Continuation
 from kvloom.errors import NotFound, Unavailable
-from kvloom.request import Holding, Sequence, Sink
+from kvloom.request import Holding, Request, Sequence, Sink
 
 if TYPE_CHECKING:
     from kvloom.text.chat import Message
@@ -39,6 +40,7 @@ class Turn:
             how the turn before it ends.
         kv: what it asks of the cache; None where it leaves that to the conversation's first turn.
         answered: it ended before its turn came.
+        new: what it adds, or why it can't; None: that is not known yet.
     """
 
     conversation: ConversationId
@@ -51,6 +53,12 @@ class Turn:
     text: str = ""
     kv: dict[str, object] | None = None
     answered: bool = False
+    new: Continuation | Exception | None = None
+
+
+def only_turn(request: Request, sink: Sink) -> Turn:
+    """The turn of a conversation that has no other: a request without a conversation."""
+    return Turn(uuid.uuid4().hex, Sequence(request), sink, start=True, end=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +76,7 @@ class Conversation:
         running: the turn that is at work.
         new: what it has added to the history.
         queue: those that follow it.
+        preparing: the first of these, while it is found out what it adds.
         counted: it may last longer than one turn.
         ending: nothing follows what is queued.
         open_in_triton: Triton still knows its id.
@@ -86,6 +95,7 @@ class Conversation:
     running: Turn | None = None
     new: Continuation = field(default_factory=lambda: Continuation(0, []))
     queue: deque[Turn] = field(default_factory=deque)
+    preparing: Turn | None = None
     counted: bool = True
     ending: bool = False
     open_in_triton: bool = True
@@ -205,10 +215,10 @@ class Conversations:
         return found
 
     @property
-    def next_expiry(self) -> float | None:
-        """When ``expired`` finds something next (``time.monotonic()``); None: not before something changes."""
+    def next_expiry(self) -> float:
+        """When ``expired`` finds something next (``time.monotonic()``); infinite: not before something changes."""
         oldest = next(iter(self._idle), None)
-        return oldest.last_used + self._idle_s if oldest is not None and self._idle_s else None
+        return oldest.last_used + self._idle_s if oldest is not None and self._idle_s else float("inf")
 
     def remember(self, conversation: ConversationId, loss: Loss) -> ConversationId | None:
         """Its next turn shall hear why it is gone; returns an id that is not remembered any longer, if there is one."""
@@ -226,6 +236,9 @@ class Conversations:
         assert not self._live.keys() & self._dropped.keys(), "a conversation is live and dropped"
         for conversation in self._live.values():
             assert (conversation in self._idle) == (not conversation.busy), f"{conversation.id}: idle or busy?"
-            assert conversation.running is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"
         assert all(self._live.get(conversation.id) is conversation for conversation in self._idle)
-        assert all(one.detached and one.running is not None for one in self._detached), "one without an id is stuck"
+        assert all(one.detached and one.busy for one in self._detached), "one without an id is stuck"
+        for conversation in self.everyone():
+            at_work = conversation.running or conversation.preparing
+            assert at_work is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"
+            assert conversation.preparing in (None, *list(conversation.queue)[:1]), f"{conversation.id}: not the next"

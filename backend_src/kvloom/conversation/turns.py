@@ -7,8 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvloom.conversation.continuation import Chat, Continuation, answer_text, go_on
+from kvloom.conversation.continuation import Chat, Continuation, answer_text
 from kvloom.conversation.lifecycle import Lifecycle
+from kvloom.conversation.preparation import Preparation
 from kvloom.conversation.registry import Conversation, ConversationId, Turn
 from kvloom.errors import Cancelled, InvalidArgument, NotFound, RequestError, as_request_error
 from kvloom.faults import logged
@@ -25,13 +26,13 @@ class Seats(Protocol):
     def check_prompt(self, ids: Collection[int]) -> None:
         """Refuse a prompt, with the conversation before it, that can never be served."""
 
-    def refusal(self, sequence: Sequence) -> RequestError | None:
-        """Why a request can't be taken just now."""
+    def refusal(self, turn: Turn) -> RequestError | None:
+        """Why a turn can't be taken just now."""
 
     def await_deadline(self, sequence: Sequence) -> None:
         """Let ``deadline`` be heard of when it passes."""
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding) -> None:
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
         """Queue a sequence whose turn has come; ``settle`` is called before its final delta, ``proceed`` after it."""
 
     def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
@@ -75,6 +76,7 @@ class Turns:
 
     Attributes:
         lifecycle: of the conversations.
+        preparation: finds out what each turn adds.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Turns:
         self._seats = seats
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._context_length = context_length
+        self.preparation = Preparation(tokenizer, context_length)
         self._running: dict[Sequence, Conversation] = {}
         self._queued: dict[Sequence, Turn] = {}
 
@@ -94,7 +96,7 @@ class Turns:
         return len(self._queued)
 
     def submit(self, turn: Turn) -> None:
-        """Take a turn, or refuse it; what it asks by itself was checked before.
+        """Take a turn that was prepared, or refuse it.
 
         Raises:
             Exception: a fault. Where the turn was not taken then, its client has heard of it.
@@ -129,9 +131,11 @@ class Turns:
         Raises:
             NotFound: there is no such conversation.
         """
-        running = self.lifecycle.register.find(conversation_id).running
-        if running is not None:
-            self._seats.end(running.sequence, FinishReason.CANCELLED)
+        conversation = self.lifecycle.register.find(conversation_id)
+        if conversation.running is not None:
+            self._seats.end(conversation.running.sequence, FinishReason.CANCELLED)
+        elif conversation.preparing is not None:
+            self.cancel(conversation.preparing.sequence)
 
     def status(self, conversation_id: ConversationId) -> Status:
         """How a conversation is.
@@ -143,8 +147,8 @@ class Turns:
         if conversation.running is not None:
             sequence = conversation.running.sequence
             return Status(len(sequence.tokens), len(sequence.blocks), 0.0, True)
-        idle_s = time.monotonic() - conversation.last_used
-        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, False)
+        idle_s = 0.0 if conversation.busy else time.monotonic() - conversation.last_used
+        return Status(len(conversation.history), len(conversation.held.blocks), idle_s, conversation.busy)
 
     def settle(self, sequence: Sequence, error: RequestError | None) -> Conversation | None:
         """A sequence has ended: keep what is computed of it, or free it.
@@ -175,7 +179,13 @@ class Turns:
     def proceed(self, conversation: Conversation) -> None:
         """Let the next turn begin, unless one is running; without one the conversation is idle, or over."""
         while conversation.running is None and conversation.queue:
-            turn = conversation.queue.popleft()
+            turn = conversation.queue[0]
+            if conversation.preparing is turn:
+                return
+            if turn.new is None and not self.preparation.prepare(conversation, turn, self._prepared):
+                conversation.preparing = turn
+                return
+            conversation.queue.popleft()
             del self._queued[turn.sequence]
             try:
                 self._begin(conversation, turn)
@@ -192,10 +202,7 @@ class Turns:
             self.lifecycle.register.rest(conversation, time.monotonic())
 
     def recover(self) -> None:
-        """After a fault, every turn's answer having ended, maybe with a fault: nobody is at work any more.
-
-        What was computed may be wrong; it is computed again.
-        """
+        """Compute everything again after a fault: every turn's answer has ended, maybe with a fault."""
         self._running.clear()
         for conversation in self.lifecycle.register.everyone():
             held, conversation.held, conversation.running = conversation.held, Holding(), None
@@ -208,7 +215,11 @@ class Turns:
     def fail_queued(self, error: RequestError) -> None:
         """End every turn that waits for another one of its conversation."""
         for conversation in self.lifecycle.register.everyone():
+            was_next = conversation.preparing
             self._fail_queue(conversation, error)
+            if was_next is not None:
+                with logged(log, "conversation %s went on with a fault", conversation.id):
+                    self.proceed(conversation)
         # whose conversation a fault has taken away
         for turn in self._queued.values():
             if not turn.answered:
@@ -230,7 +241,7 @@ class Turns:
         Raises:
             RequestError: the turn is refused.
         """
-        refusal = self._seats.refusal(turn.sequence)
+        refusal = self._seats.refusal(turn)
         if refusal is not None:
             raise refusal
         return self._start(turn) if turn.start else self._continue(turn)
@@ -258,14 +269,17 @@ class Turns:
         return conversation
 
     def _begin(self, conversation: Conversation, turn: Turn) -> None:
-        """Feed a turn whose turn has come, and let it run unless its client has its answer already.
+        """Feed a turn that is prepared and next, and let it run unless its client has its answer already.
 
         Raises:
             RequestError: it is refused; the conversation is as before.
         """
         if not turn.start and not conversation.history:
             raise NotFound(f"conversation {conversation.id}: lost, an earlier turn failed")
-        new = self._new_tokens(conversation, turn)
+        new, turn.new = turn.new, None
+        if not isinstance(new, Continuation):
+            assert new is not None, "a turn begins that was not prepared"
+            raise new
         tokens = [*conversation.history[: new.keep], *new.ids]
         self._seats.check_prompt(tokens)
         sequence = turn.sequence
@@ -282,21 +296,19 @@ class Turns:
             return
         conversation.running = turn
         self._running[sequence] = conversation
+        # a later turn may have waited for the one before it: that is no queue's fault
+        since = sequence.request.arrival if turn.start else time.monotonic()
         try:
-            self._seats.begin(sequence, turn.sink, conversation.held)
+            self._seats.begin(sequence, turn.sink, conversation.held, since)
         except Exception:
             conversation.running = None
             del self._running[sequence]
             raise
 
-    def _new_tokens(self, conversation: Conversation, turn: Turn) -> Continuation:
-        history = conversation.history
-        if turn.text and self._tokenizer.begins_anew_after(history[-1]):
-            ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
-            return Continuation(len(history), ids)
-        if turn.messages is None or turn.start:
-            return Continuation(len(history), list(turn.sequence.request.prompt_ids), turn.rendered)
-        return go_on(self._tokenizer, history, conversation.chat, turn.messages, self._context_length)
+    def _prepared(self, conversation: Conversation, turn: Turn) -> None:
+        if conversation.preparing is turn:  # it may have ended meanwhile
+            conversation.preparing = None
+            self.proceed(conversation)
 
     def _note(self, conversation: Conversation, turn: Turn, tokens: list[int]) -> None:
         """A turn has finished: its tokens are history now."""
@@ -329,6 +341,7 @@ class Turns:
 
     def _fail_queue(self, conversation: Conversation, error: RequestError) -> None:
         """End the turns of a conversation that wait."""
+        conversation.preparing = None
         while conversation.queue:
             turn = conversation.queue.popleft()
             self._queued.pop(turn.sequence, None)

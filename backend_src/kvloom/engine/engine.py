@@ -3,13 +3,13 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvloom.conversation.journal import Journal
 from kvloom.conversation.lifecycle import Lifecycle, NoTriton, Triton
-from kvloom.conversation.registry import Conversations
+from kvloom.conversation.registry import Conversations, Turn
 from kvloom.conversation.turns import Turns
 from kvloom.engine.answer import Answer
 from kvloom.engine.observations import Observations
@@ -18,7 +18,7 @@ from kvloom.executor.runner import Runner
 from kvloom.faults import logged
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Delta, FinishReason, Holding, Plan, Request, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, Holding, Plan, Sampled, Sequence, Sink
 from kvloom.scheduling.admission import Admission, Limits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.scheduling.timers import Timers
@@ -52,9 +52,9 @@ class Stats:
 
 
 class Engine:
-    """Submit, step, commit.
+    """Step and commit. Requests come as turns of conversations, see ``turns``.
 
-    Every request that ``submit`` took ends in exactly one final delta, and ends in one place, ``_end``.
+    Every request that has begun ends in exactly one final delta, and ends in one place, ``_end``.
 
     Args:
         triton: hears which conversations there are; None: there is no Triton.
@@ -104,48 +104,42 @@ class Engine:
         self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
         lifecycle.restore()
 
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served; as ``Admission.check``."""
-        self._admission.check(request)
-
-    def check_prompt(self, ids: Collection[int]) -> None:
-        """Refuse a prompt, with the conversation before it, that can never be served; as there."""
-        self._admission.check_prompt(ids)
-
-    def refusal(self, sequence: Sequence) -> Unavailable | None:
-        """Why a request can't be taken just now."""
-        if self.draining:
-            return Unavailable("the server is shutting down and takes no new requests")
-        return self._admission.refusal(sequence, also_waiting=self.turns.queued)
-
-    def submit(self, sequence: Sequence, sink: Sink) -> None:
-        """Queue a sequence whose request passed ``check``; its deltas go to ``sink``.
+    def prepare(self, turn: Turn) -> None:
+        """Do what can be done for a turn before it is taken; any thread may.
 
         Raises:
-            Exception: a fault, of which ``sink`` has heard.
+            InvalidArgument: it can never be served.
         """
-        try:
-            refusal = self.refusal(sequence)
-            if refusal is None:
-                self.await_deadline(sequence)
-                self.begin(sequence, sink)
-        except Exception as fault:
-            self.answer_unbegun(sequence, sink, error=as_request_error(fault))
-            raise
-        if refusal is not None:
-            self.answer_unbegun(sequence, sink, error=refusal)
+        sequence = turn.sequence
+        if turn.start:
+            self._admission.check(sequence.request)
+        elif turn.messages is None:
+            self._admission.check_prompt(sequence.request.prompt_ids)
+        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding | None = None) -> None:
-        """Queue a sequence without asking ``refusal``; it goes on with what was ``held`` of its first tokens.
+    def check_prompt(self, ids: Collection[int]) -> None:
+        """Refuse a prompt, with the conversation before it, that can never be served; as ``Admission.check_prompt``."""
+        self._admission.check_prompt(ids)
 
-        After a fault in here it has not begun.
+    def refusal(self, turn: Turn) -> Unavailable | None:
+        """Why a turn can't be taken just now."""
+        if self.draining:
+            return Unavailable("the server is shutting down and takes no new requests")
+        full = self._admission.queue_refusal(also_waiting=self.turns.queued)
+        return self._admission.retain_refusal(turn.sequence) if full is None and turn.start else full
+
+    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
+        """Queue a sequence without asking ``refusal``; after a fault in here it has not begun.
+
+        Args:
+            sequence: prepared.
+            sink: where its deltas go.
+            held: what it goes on with, computed of its first tokens.
+            since: when its wait for a step has begun (``time.monotonic()``).
         """
         answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
-        sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
         if self._limits.queue_timeout_s:
-            # a turn of a conversation may have waited for the one before it: that is no queue's fault
-            since = sequence.request.arrival if held is None else time.monotonic()
             self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
         self._scheduler.add(sequence, held)
         self._answers[sequence] = answer
@@ -206,8 +200,13 @@ class Engine:
         return bool(self._answers)
 
     @property
-    def wakes_at(self) -> float | None:
-        """When it has something to do though nobody asked (``time.monotonic()``): then ``tick``."""
+    def idle(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return not self._answers and not self.turns.queued
+
+    @property
+    def wakes_at(self) -> float:
+        """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
         return self.turns.lifecycle.register.next_expiry
 
     def tick(self) -> None:
@@ -261,7 +260,12 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Assert that every block is accounted for; O(blocks)."""
-        self._scheduler.check()
+        for _ in self.check_in_parts():
+            pass
+
+    def check_in_parts(self) -> Iterator[None]:
+        """As ``check_invariants``, with pauses of its own; it says nothing if the engine works in a pause."""
+        yield from self._scheduler.check_in_parts()
         waiting, running = self._scheduler.waiting, self._scheduler.running
         assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
         self.turns.check()

@@ -5,20 +5,30 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvloom.conversation.registry import Turn
 from kvloom.conversation.turns import Turns
 from kvloom.engine.engine import Engine, Stats
+from kvloom.engine.idle_check import IdleCheck
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.faults import logged
-from kvloom.request import Request, Sequence, Sink
+from kvloom.request import Sequence
 
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
-"""Of the loop for a message: timeouts have a limit, settings have none."""
+"""Of the loop for a message: a longer one is waited for in pieces, as timeouts have a limit."""
+
+LEAST_S, SHARE = 0.005, 0.2
+"""How long messages are acted on between two steps, in seconds and as a share of a step: at most the longer of both.
+
+Many requests that come at once must not hold up who is being answered; a step's time is what one waits for anyway.
+"""
+
+BACKGROUND_THREADS = 2
+"""Threads that render chats: more would only wait for each other, and the loop for them."""
 
 Failed = Callable[[RequestError], None]
 """Hears, from the loop's thread, why what was asked for does not come."""
@@ -59,9 +69,9 @@ class Loop:
     more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
     step take twice as long.
 
-    Whenever the engine has nothing to do any more, its invariants are checked: a leaked block is an error in the log
-    at once, not a full cache days later. They are checked, too, when a message was a fault: its sender hears of it, and
-    the others go on where nothing is broken.
+    When the engine has worked and it is quiet since, its invariants are checked: a leaked block is an error in the log
+    soon, not a full cache days later. A message need not wait for the rest of a check. The invariants are checked, too,
+    when a message was a fault: its sender hears of it, and the others go on where nothing is broken.
 
     Attributes:
         stats: a snapshot that any thread may read.
@@ -81,38 +91,24 @@ class Loop:
         self._moved = time.monotonic()
         self._drains: list[tuple[float, Callable[[int], None]]] = []
         self._cut_short = 0
+        # what the last step took, seconds
+        self._step_s = 0.0
+        self._background = ThreadPoolExecutor(BACKGROUND_THREADS, "kvloom-background")
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
         self._thread.start()
         self._engine = built.result()
         self.observations = self._engine.observations
 
-    def submit(self, request: Request, sink: Sink) -> Sequence:
-        """Queue a request.
-
-        Args:
-            request: what to answer.
-            sink: gets the answer's deltas from the loop's thread; must not block.
-
-        Returns:
-            A handle for ``cancel``.
-
-        Raises:
-            InvalidArgument: the request can never be served; ``sink`` gets nothing.
-        """
-        self._engine.check(request)
-        sequence = Sequence(request)
-        self._put(lambda: self._engine.submit(sequence, sink))
-        return sequence
-
     def take_turn(self, turn: Turn) -> None:
         """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
+
+        Its sink gets the answer's deltas from the loop's thread, and must not block.
 
         Raises:
             InvalidArgument: it can never be served; its sink gets nothing.
         """
-        if turn.start or turn.messages is None:
-            self._engine.check(turn.sequence.request)
+        self._engine.prepare(turn)
         self._put(lambda: self._engine.turns.submit(turn))
 
     def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
@@ -156,6 +152,14 @@ class Loop:
 
         self._put(stop)
         self._thread.join()
+        self._background.shutdown(cancel_futures=True)
+
+    def _in_background(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        def run() -> None:
+            work()
+            self._put(then)
+
+        self._background.submit(run)
 
     def _put(self, act: Callable[[], None], failed: Failed | None = None) -> None:
         self._inbox.put(Message(act, failed))
@@ -163,6 +167,7 @@ class Loop:
     def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
         try:
             engine = build()
+            engine.turns.preparation.background = self._in_background
             self.stats = engine.stats()
         except Exception as error:  # noqa: BLE001 it is raised where the loop was made
             built.set_exception(error)
@@ -171,22 +176,25 @@ class Loop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
-        checked = True
+        check = IdleCheck(engine.check_in_parts)
         while not self._stopping:
             try:
                 if self._drains:
                     self._continue_drain(engine)
-                if not engine.busy and not checked and self._inbox.empty():
-                    checked = True
-                    engine.check_invariants()
-                self._handle(engine, 0.0 if engine.busy else _until(engine.wakes_at))
+                came = self._handle(engine, 0.0 if engine.busy else _until(min(engine.wakes_at, check.due)))
+                if came:
+                    check.disturbed()
+                elif not engine.busy and check.due <= time.monotonic():
+                    check.go_on()
+                    continue
                 self._act(engine, Message(engine.tick))
                 if engine.busy:
-                    checked = False
-                    steps = engine.steps
+                    check.worked()
+                    steps, began = engine.steps, time.monotonic()
                     engine.step()
                     if engine.steps != steps:
                         self._moved = time.monotonic()
+                        self._step_s = self._moved - began
                 self.stats = engine.stats()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
@@ -195,17 +203,27 @@ class Loop:
                     self.stats = engine.stats()
         self._end_drains()
 
-    def _handle(self, engine: Engine, wait_s: float | None) -> None:
-        """Act on every message there is; wait so long for one, with None for ever."""
+    def _handle(self, engine: Engine, wait_s: float) -> bool:
+        """Act on the messages there are, but no longer than SHARE allows; wait so long for the first one.
+
+        Returns:
+            Whether there was any.
+        """
         try:
-            while True:
-                message = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
-                if wait_s != 0.0:
-                    self._moved = time.monotonic()
-                wait_s = 0.0
-                self._act(engine, message)
+            message = self._inbox.get(block=wait_s > 0, timeout=wait_s)
         except queue.Empty:
-            return
+            return False
+        began = time.monotonic()
+        if wait_s:
+            self._moved = began
+        self._act(engine, message)
+        while time.monotonic() - began < max(LEAST_S, SHARE * self._step_s):
+            try:
+                message = self._inbox.get(block=False)
+            except queue.Empty:
+                break
+            self._act(engine, message)
+        return True
 
     def _act(self, engine: Engine, message: Message) -> None:
         """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
@@ -226,11 +244,11 @@ class Loop:
         return Pulse(round(since, 3), self._engine.failed_steps, self._engine.draining)
 
     def _continue_drain(self, engine: Engine) -> None:
-        if engine.busy and time.monotonic() >= min(limit for limit, _ in self._drains):
+        if not engine.idle and time.monotonic() >= min(limit for limit, _ in self._drains):
             stats = engine.stats()
             self._cut_short += stats.running + stats.waiting
             engine.fail_all(Unavailable("the server is shutting down; the answer was cut short"))
-        if not engine.busy:
+        if engine.idle:
             self._end_drains()
 
     def _end_drains(self) -> None:
@@ -240,5 +258,5 @@ class Loop:
                 done(self._cut_short)
 
 
-def _until(when: float | None) -> float | None:
-    return None if when is None else min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)
+def _until(when: float) -> float:
+    return min(max(0.0, when - time.monotonic()), LONGEST_WAIT_S)

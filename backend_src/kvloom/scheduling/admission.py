@@ -33,6 +33,18 @@ class Limits:
     conversation_idle_s: float = 0.0
     fail_after_tokens: int = 0
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse a prompt of so many tokens that does not fit.
+
+        Raises:
+            InvalidArgument: it is longer than the context, less a token for the answer.
+        """
+        if tokens > self.context_length - 1:
+            raise InvalidArgument(
+                "prompt",
+                f"has {tokens} tokens; context_length {self.context_length} takes at most {self.context_length - 1}",
+            )
+
 
 class Admission:
     """Says of a request whether it can be served. Changes nothing.
@@ -55,8 +67,13 @@ class Admission:
             InvalidArgument: of the prompt, see ``check_prompt``; or so much is never retained.
         """
         self.check_prompt(request.prompt_ids)
-        if request.retain_s:
-            self._check_retained(len(request.prompt_ids))
+        if not request.retain_s:
+            return
+        blocks, limit = len(request.prompt_ids) // self._cache.block_size, self._cache.retain_limit
+        if not limit:
+            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
+        if blocks > limit:
+            raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
     def check_prompt(self, ids: Collection[int]) -> None:
         """Refuse a prompt, with the conversation before it, that can never be served.
@@ -67,11 +84,8 @@ class Admission:
         tokens = len(ids)
         if tokens == 0:
             raise InvalidArgument("prompt", "is empty; send at least one token")
-        context, capacity = self._limits.context_length, self._cache.total * self._cache.block_size
-        if tokens > context - 1:
-            raise InvalidArgument(
-                "prompt", f"has {tokens} tokens; context_length {context} takes at most {context - 1}"
-            )
+        self._limits.check_length(tokens)
+        capacity = self._cache.total * self._cache.block_size
         if tokens > capacity:
             raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
         # a tokenizer may have more tokens than the model's embedding has rows
@@ -81,11 +95,19 @@ class Admission:
                 "prompt", f"token {largest} has no embedding; ids are 0 to {self._limits.vocab_size - 1}"
             )
 
-    def refusal(self, sequence: Sequence, also_waiting: int) -> Unavailable | None:
-        """Why a request can't be taken just now; ``also_waiting`` wait outside of the scheduler."""
+    def queue_refusal(self, also_waiting: int) -> Unavailable | None:
+        """Why no request can be taken just now; ``also_waiting`` wait outside of the scheduler."""
         # a burst arrives between two steps: those that the next one lets in do not count as waiting
         if len(self._scheduler.waiting) + also_waiting >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
+        return None
+
+    def retain_refusal(self, sequence: Sequence) -> Unavailable | None:
+        """Why the prompt can't be retained just now.
+
+        It is asked for a conversation's first turn. What a later one adds is retained as far as there is room: it goes
+        on with what the first one was granted, and its answer does not depend on it.
+        """
         if sequence.request.retain_s:
             pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
             new = blocks - self._cache.pinned_of(sequence.namespace, sequence.tokens)
@@ -95,10 +117,3 @@ class Admission:
                     f"{new} others; unpin all with the control op flush"
                 )
         return None
-
-    def _check_retained(self, tokens: int) -> None:
-        blocks, limit = tokens // self._cache.block_size, self._cache.retain_limit
-        if not limit:
-            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
-        if blocks > limit:
-            raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")

@@ -7,6 +7,7 @@ that were found, resumed and recomputed sequences and decoding are all that one 
 import bisect
 import itertools
 import time
+from collections.abc import Iterator
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache, Found
@@ -127,11 +128,11 @@ class Scheduler:
                 self._host.give(sequence.host_blocks)
                 sequence.swapped = 0
 
-    def check(self) -> None:
-        """Assert the invariants of both pools; O(blocks)."""
+    def check_in_parts(self) -> Iterator[None]:
+        """Assert the invariants of both pools; O(blocks), with pauses as ``BlockCache.check_in_parts``."""
         kept = self._residency.check(self.running)
         preempted = set(self.waiting) - set(kept)
-        self._cache.check(holding.blocks for holding in [*self.running, *kept])
+        yield from self._cache.check_in_parts(holding.blocks for holding in [*self.running, *kept])
         self._host.check([holding.host_blocks for holding in [*preempted, *kept]])
         assert all(not sequence.blocks for sequence in preempted), "a waiting sequence has blocks"
         assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"

@@ -24,6 +24,9 @@ RETURNED = {
 Inputs = Mapping[str, np.ndarray]
 
 
+MAX_BYTES = 2**24
+"""The most bytes of a STRING input: decoding and parsing hold up everybody else."""
+
 LISTS = frozenset(("input_ids", "stop_words", "bad_words"))
 """Inputs of shape [1, n]; all others are [1, 1]."""
 
@@ -32,7 +35,7 @@ def read(request: Any) -> dict[str, np.ndarray]:
     """The inputs of a ``pb_utils.InferenceRequest`` by name.
 
     Raises:
-        InvalidArgument: one has another shape than it should.
+        InvalidArgument: one has another shape than it should, or is too long.
     """
     inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     for name, value in inputs.items():
@@ -40,6 +43,8 @@ def read(request: Any) -> dict[str, np.ndarray]:
             raise InvalidArgument(
                 name, f"has shape {list(value.shape)}; send {'[1, n]' if name in LISTS else '[1, 1]'}"
             )
+        if value.dtype == np.object_ and (size := sum(map(len, value.flat))) > MAX_BYTES:
+            raise InvalidArgument(name, f"has {size} bytes; at most {MAX_BYTES}")
     return inputs
 
 

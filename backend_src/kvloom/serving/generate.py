@@ -13,11 +13,12 @@ import triton_python_backend_utils as pb_utils
 from kvloom.errors import Internal, InvalidArgument, RequestError, SetupError, Unavailable
 from kvloom.faults import logged
 from kvloom.secret import server_secret
+from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.control import read_control
 from kvloom.serving.fields import RETURNED, flag, one, prompt_kind, read
 from kvloom.serving.parameters import forwarded, read_parameters
 from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call, tensor
-from kvloom.serving.sender import ERROR, CancelWatcher, Sender
+from kvloom.serving.sender import ERROR, Sender
 from kvloom.serving.shared_memory import close_to_others
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom import progress
@@ -21,24 +23,29 @@ from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
+from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.control import act, read_control
-from kvloom.serving.fields import prompt_kind, read, returned
+from kvloom.serving.fields import Inputs, prompt_kind, read, returned
+from kvloom.serving.intake import Intake
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
 from kvloom.serving.self_calls import END, START, Link
-from kvloom.serving.sender import CancelWatcher, Sender
+from kvloom.serving.sender import Sender
 from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.stream import ResponseStream, fail
 from kvloom.serving.wire import decode, encoder
 
 log = logging.getLogger(__name__)
 
+Refuse = Callable[[RequestError], None]
+"""Ends a request that can't be served."""
+
 _NOT_SENT = Internal("the answer could not be sent")
 
 
 class LlmModel:
-    """What Triton calls. ``execute`` only enqueues; answers go out through ``Senders`` as they come."""
+    """What Triton calls. Requests come in through ``Intake``; answers go out through ``Senders`` as they come."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
@@ -59,30 +66,16 @@ class LlmModel:
                 raise pb_utils.TritonModelException(str(error)) from error
             on_error.pop_all()
         self._senders = Senders()
+        self._intake = Intake()
         self._watcher = CancelWatcher()
         self._admin_token = settings.admin_token
         self._metrics = Metrics(self._loop, model)
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand requests to the loop. A request that can't be served gets its error; the others are not touched."""
+        """Take requests, and return at once. A request that can't be served gets its error, and touches no other."""
         arrival = time.monotonic()
         for request in requests:
-            sender, outbox = Sender(request), self._senders.outbox()
-            error: RequestError
-            try:
-                parameters = read_parameters(request.parameters(), self._secret)
-                sender.errors_as_data = parameters.forwarded
-                self._submit(request, parameters, sender, outbox, arrival)
-                continue
-            except RequestError as refused:
-                # with its traceback it would hold this frame, and the request in it, in a cycle
-                error = refused.with_traceback(None)
-            except Exception as fault:  # noqa: BLE001 Triton would fail every request of the batch
-                log.exception("request %s failed before it reached the engine", request.request_id())
-                error = Internal(f"the request could not be read: {fault}")
-            fail(outbox, sender, error)
-            conversation, (_, end) = request.correlation_id(), _flags(request)
-            self._loop.with_turns(partial(_refused, conversation=conversation, end=end))
+            self._receive(request, arrival)
 
     def finalize(self) -> None:
         """End every answer, send what is queued, stop the threads."""
@@ -90,6 +83,7 @@ class LlmModel:
         self._metrics.stop()
         self._watcher.stop()
         self._link.stop()
+        self._intake.stop()
         self._loop.stop()
         self._senders.stop()
         # what a cycle of references still holds of Triton's must not be freed after its stub
@@ -102,26 +96,78 @@ class LlmModel:
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
         self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
-    def _submit(self, request: Any, parameters: Parameters, sender: Sender, outbox: Outbox, arrival: float) -> None:
-        inputs = read(request)
+    def _receive(self, request: Any, arrival: float) -> None:
+        conversation, sender, outbox = request.correlation_id(), Sender(request), self._senders.outbox()
+        refuse = partial(self._refuse, request, sender, outbox)
+        take = partial(self._take, request, sender, outbox, arrival, refuse)
+        # what was sent to the conversation before is taken first
+        _attempt(take, lambda error: self._intake.put(conversation, lambda: refuse(error)))
+
+    def _take(self, request: Any, sender: Sender, outbox: Outbox, arrival: float, refuse: Refuse) -> None:
+        """Find out which conversation a request is for, and leave the rest to the intake."""
+        parameters = read_parameters(request.parameters(), self._secret)
+        sender.errors_as_data = parameters.forwarded
+        # copies: what the request holds lies in shared memory that is Triton's
+        inputs = {name: np.array(value) for name, value in read(request).items()}
         kind = prompt_kind(inputs)
         conversation = request.correlation_id()
+        if kind != "control":
+            submit = partial(self._submit, request, parameters, kind, inputs, sender, outbox, arrival)
+            self._intake.put(conversation, lambda: _attempt(submit, refuse))
+            return
+        control = read_control(inputs)
+        stream = ResponseStream(sender, outbox, encoder(returned(inputs), self._assembly.tokenizer))
+        kv_dtype = self._assembly.limits.kv_dtype
+        do = partial(act, control, conversation, self._loop, kv_dtype, self._admin_token, stream)
+        # what was sent before it to the conversation that it means is taken before it, too
+        meant = conversation if control.conversation is None else control.conversation
+        self._intake.put(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
+        follow = partial(_follow, conversation=conversation, end=_flags(request)[1], own_call=parameters.self_call)
+        self._intake.put(conversation, lambda: self._loop.with_turns(follow))
+
+    def _submit(
+        self,
+        request: Any,
+        parameters: Parameters,
+        kind: str,
+        inputs: Inputs,
+        sender: Sender,
+        outbox: Outbox,
+        arrival: float,
+    ) -> None:
+        """Read a turn, and hand it to the loop."""
         start, end = _flags(request)
         tokenizer, limits = self._assembly.tokenizer, self._assembly.limits
-        if kind == "control":
-            stream = ResponseStream(sender, outbox, encoder(returned(inputs), tokenizer))
-            act(read_control(inputs), conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
-            # after what it asks for: a refused one is heard of in `execute`
-            self._loop.with_turns(lambda turns: _follow(turns, conversation, end, parameters.self_call))
-            return
         call = decode(request, parameters.given, kind, start, inputs, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
+        conversation = request.correlation_id()
         self._loop.take_turn(
             Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.text, call.kv)
         )
         self._watcher.watch(sender, lambda: self._loop.cancel(sequence, _NOT_SENT if sender.given_up else None))
+
+    def _refuse(self, request: Any, sender: Sender, outbox: Outbox, error: RequestError) -> None:
+        """End a request with an error, and see to what that leaves in Triton."""
+        fail(outbox, sender, error)
+        refused = partial(_refused, conversation=request.correlation_id(), end=_flags(request)[1])
+        self._loop.with_turns(refused)
+
+
+def _attempt(work: Callable[[], None], refuse: Refuse) -> None:
+    """Do a part of the work on a request; why it can't be served goes to ``refuse``."""
+    error: RequestError
+    try:
+        work()
+        return
+    except RequestError as refused:
+        # with its traceback it would hold the frames, and the request in them, in a cycle
+        error = refused.with_traceback(None)
+    except Exception as fault:  # noqa: BLE001 Triton would fail every request of the batch
+        log.exception("a request failed before it reached the engine")
+        error = Internal(f"the request could not be read: {fault}")
+    refuse(error)
 
 
 def _flags(request: Any) -> tuple[bool, bool]:

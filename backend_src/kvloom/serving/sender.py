@@ -1,25 +1,17 @@
-"""Triton's response sender, made safe, and the thread that notices who left. Knows nothing of the engine."""
+"""Triton's response sender, made safe. Knows nothing of the engine."""
 
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-
-from kvloom.faults import logged
-
-log = logging.getLogger(__name__)
 
 ERROR = "error"
 """The finish_reason of an error that is sent as data."""
 
 MAX_ERROR = 2000
 """Characters of an error text; a client's own words may be part of it."""
-
-CANCEL_POLL_S = 0.1
-"""Seconds between looks at who left; a look costs about 30 microseconds per request."""
 
 
 class Sender:
@@ -76,43 +68,6 @@ class Sender:
                 return
             self.closed = final
             self._sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
-
-
-class CancelWatcher:
-    """Looks regularly for clients that cancelled or went away."""
-
-    def __init__(self) -> None:
-        self._watched: dict[Sender, Callable[[], None]] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvloom-cancel-watcher", daemon=True)
-        self._thread.start()
-
-    def watch(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
-        """Call ``on_cancel`` once if nobody waits any more before the answer is over; it must not block."""
-        with self._lock:
-            self._watched[sender] = on_cancel
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(CANCEL_POLL_S):
-            with self._lock:
-                watched = list(self._watched.items())
-            for sender, on_cancel in watched:
-                with logged(log, "who has left could not be taken notice of"):
-                    self._look_at(sender, on_cancel)
-
-    def _look_at(self, sender: Sender, on_cancel: Callable[[], None]) -> None:
-        left = sender.cancelled()
-        if left or sender.closed:
-            with self._lock:
-                self._watched.pop(sender, None)
-        if left:
-            on_cancel()
 
 
 def string(name: str, text: str) -> Any:

@@ -82,7 +82,11 @@ def decode(
         logprobs = params.logprobs or 0
     elif "cumulative_logprob" in outputs:
         logprobs = 0
-    messages = parse_messages(one(inputs, "messages")) if kind == "messages" else None
+    messages = (
+        parse_messages(one(inputs, "messages"), tokenizer.max_characters(limits.context_length))
+        if kind == "messages"
+        else None
+    )
     rendered = tokenizer.render_chat(messages) if messages is not None and start else ""
     if messages is None:
         ids = _prompt_ids(kind, start, inputs, tokenizer, limits)
@@ -172,6 +176,8 @@ def _prompt_ids(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, li
         if start or not text:
             return tokenizer.encode(text, limits.context_length)
         return tokenizer.encode_after(None, text, "text_input", limits.context_length)
+    # before a Python object is made of each
+    limits.check_length(inputs["input_ids"].shape[1])
     ids = many(inputs, "input_ids")
     wrong = [token for token in ids if not 0 <= token < limits.vocab_size]
     if wrong:

@@ -175,12 +175,16 @@ class Tokenizer:
         """Whether ``encode_after`` this token gives other ids than after ordinary text: those that begin a text."""
         return self._puts_blank_first and before in self._added
 
+    def max_characters(self, tokens: int) -> int:
+        """The most characters that so many tokens can stand for."""
+        return tokens * self._longest_token
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _encode(self, text: str, field: str, most: int | None = None) -> list[int]:
-        if most is not None and len(text) > most * self._longest_token:
+        if most is not None and len(text) > self.max_characters(most):
             raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {most}")
         try:
             text.encode()

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from bench.engines.protocol import Prompts, serve
 from kvloom.config import Settings
+from kvloom.conversation.registry import only_turn
 from kvloom.engine.build import assemble
 from kvloom.engine.thread import Loop
 from kvloom.request import Delta, Request, SamplingParams
@@ -35,7 +36,8 @@ class InProcess:
                 if delta.final:
                     left.release()
 
-            self.loop.submit(Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic()), sink)
+            request = Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic())
+            self.loop.take_turn(only_turn(request, sink))
         for _ in prompts:
             left.acquire()
         if errors:

@@ -1,0 +1,65 @@
+"""What a turn adds to its conversation: found out in another thread where that takes long, as rendering a chat does."""
+
+from array import array
+from collections.abc import Callable
+from functools import partial
+
+from kvloom.conversation.continuation import Chat, Continuation, go_on
+from kvloom.conversation.registry import Conversation, Turn
+from kvloom.text.tokenizer import Tokenizer
+
+Background = Callable[[Callable[[], None], Callable[[], None]], None]
+"""Calls the first function in another thread, then the second in the loop's. The first one raises nothing."""
+
+
+class Preparation:
+    """Prepares the turn that is a conversation's next.
+
+    Args:
+        tokenizer: of the model.
+        context_length: most tokens of a conversation.
+
+    Attributes:
+        background: the way into another thread; None: there is none.
+    """
+
+    background: Background | None = None
+
+    def __init__(self, tokenizer: Tokenizer, context_length: int):
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+
+    def prepare(self, conversation: Conversation, turn: Turn, then: Callable[[Conversation, Turn], None]) -> bool:
+        """Set what a turn adds, ``Turn.new``. Until it begins or ends nothing else may happen to its conversation.
+
+        Returns:
+            Whether that is done; if not, ``then`` is called when it is.
+        """
+        history, chat = conversation.history, conversation.chat
+        if not history or not self._depends_on(history[-1], turn):
+            turn.new = Continuation(len(history), list(turn.sequence.request.prompt_ids), turn.rendered)
+            return True
+
+        def work() -> None:
+            try:
+                turn.new = self._continuation(history, chat, turn)
+            except Exception as error:  # noqa: BLE001 it is raised where the turn begins
+                turn.new = error
+
+        if self.background is None:
+            work()
+            return True
+        self.background(work, partial(then, conversation, turn))
+        return False
+
+    def _depends_on(self, last: int, turn: Turn) -> bool:
+        """Whether what a turn adds is another text, or other tokens of it, after this token and what came before."""
+        if turn.start:
+            return False
+        return turn.messages is not None or bool(turn.text and self._tokenizer.begins_anew_after(last))
+
+    def _continuation(self, history: "array[int]", chat: Chat | None, turn: Turn) -> Continuation:
+        if turn.messages is not None:
+            return go_on(self._tokenizer, history, chat, turn.messages, self._context_length)
+        ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
+        return Continuation(len(history), ids)

@@ -1,0 +1,70 @@
+"""An engine in its thread, and what its clients hear."""
+
+import threading
+import time
+
+from kvloom.conversation.registry import Turn
+from kvloom.engine.thread import Loop
+from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
+from kvloom.serving.control import Control, act
+from support.engine_driver import Answer
+from support.talks import Talks
+
+
+class Heard(Answer):
+    """A sink that can be waited for."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    def sequence(self, max_tokens: int, prompt: tuple[int, ...] = (5, 6)) -> Sequence:
+        params = SamplingParams(ignore_eos=True, temperature=0.0, max_tokens=max_tokens)
+        self.asked = Sequence(Request(id="", prompt_ids=prompt, params=params, arrival=time.monotonic()))
+        return self.asked
+
+    def __call__(self, delta: Delta) -> None:
+        self.append(delta)
+        self.begun.set()
+        if delta.final:
+            self.ended.set()
+
+    def wait(self) -> "Heard":
+        assert self.ended.wait(60), "no final came"
+        self.assert_one_final()
+        return self
+
+
+class Running:
+    """An engine in its loop, with one answer on its way that nothing is to hurt."""
+
+    def __init__(self, talks: Talks):
+        self.talks = talks
+        self.engine = talks.engine
+        self.loop = Loop(lambda: self.engine)
+        self.neighbour = self.say(1, max_tokens=4000, start=True)
+        assert self.neighbour.begun.wait(60)
+
+    def say(self, conversation: int, max_tokens: int = 4, **flags: bool) -> Heard:
+        heard = Heard()
+        self.loop.take_turn(Turn(conversation, heard.sequence(max_tokens), heard, **flags))
+        return heard
+
+    def chat(self, conversation: int, text: str, max_tokens: int = 4, start: bool = False) -> Heard:
+        """Say something in messages."""
+        heard, messages = Heard(), [{"role": "user", "content": text}]
+        tokenizer = self.talks.tokenizer
+        rendered = tokenizer.render_chat(messages) if start else ""
+        sequence = heard.sequence(max_tokens, tuple(tokenizer.encode_rendered(rendered)) if start else ())
+        self.loop.take_turn(Turn(conversation, sequence, heard, start, messages=messages, rendered=rendered))
+        return heard
+
+    def control(self, op: str, conversation: int = 1, **keys: object) -> Heard:
+        heard = Heard()
+        act(Control(op=op, **keys), conversation, self.loop, "fp32", "secret", heard)
+        return heard
+
+    def others_did_not_notice(self) -> None:
+        self.loop.cancel(self.neighbour.asked)
+        assert self.neighbour.wait().reason is FinishReason.CANCELLED
+        assert self.say(1).wait().reason is FinishReason.LENGTH
