@@ -53,7 +53,7 @@ def pulse(loop: Loop) -> Pulse:
 
 
 def wait_for(list_: list) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not list_:
         assert time.monotonic() < deadline
         time.sleep(0.005)
