@@ -271,15 +271,22 @@ class BlockCache:
     def retain(self, blocks: list[int], until: float) -> None:
         """Do not reclaim these leading blocks of a table before ``until`` (``time.monotonic()``; infinite: pinned).
 
-        Where that is more than ``retain_limit`` allows, those whose time ends first make room.
+        Where that is more than ``retain_limit`` allows, those whose time ends earlier make room, and the last of these
+        blocks are not retained if there are too few of them. So nobody takes a pinned block's place.
         """
-        for block in blocks:
-            if self._blocks[block].key is not None:
-                self._retained[block] = max(until, self._retained.get(block, until))
-        surplus = len(self._retained) - self.retain_limit
+        listed = [block for block in blocks if self._blocks[block].key is not None]
+        before = [block for block in listed if block in self._retained]
+        for block in before:
+            self._retained[block] = max(until, self._retained[block])
+        new = listed[len(before) :]
+        surplus = len(self._retained) + len(new) - self.retain_limit
         if surplus > 0:
-            log.warning("retain_memory is full: %d blocks are not retained any longer", surplus)
-            self._stop_retaining(self._by_expiry(self._retained)[:surplus])
+            log.warning("retain_memory is full: %d blocks are not retained", surplus)
+            earlier = [block for block, ends in self._retained.items() if ends < until]
+            make_room = self._by_expiry(earlier)[:surplus]
+            self._stop_retaining(make_room)
+            new = new[: len(new) - (surplus - len(make_room))]
+        self._retained.update(dict.fromkeys(new, until))
         self._next_expiry = min(self._retained.values(), default=math.inf)
 
     def pinned(self) -> int:
