@@ -20,15 +20,15 @@ from kvloom.engine.thread import Loop
 from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
-from kvloom.serving.control import act, read_control
-from kvloom.serving.fields import prompt_kind, read, returned
+from kvloom.serving.control import act
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
+from kvloom.serving.parser import ControlCall, parse
+from kvloom.serving.responses import encoder
 from kvloom.serving.self_calls import END, START, Link
 from kvloom.serving.sender import CancelWatcher, Sender
 from kvloom.serving.stream import ResponseStream, fail
-from kvloom.serving.wire import decode, encoder
 
 log = logging.getLogger(__name__)
 
@@ -98,23 +98,22 @@ class LlmModel:
         self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
 
     def _submit(self, request: Any, parameters: Parameters, sender: Sender, outbox: Outbox, arrival: float) -> None:
-        inputs = read(request)
-        kind = prompt_kind(inputs)
         conversation = request.correlation_id()
         start, end = _flags(request)
         tokenizer, limits = self._assembly.tokenizer, self._assembly.limits
-        if kind == "control":
-            stream = ResponseStream(sender, outbox, encoder(returned(inputs), tokenizer))
-            act(read_control(inputs), conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
+        call = parse(request, parameters.given, start, tokenizer, limits, arrival)
+        if isinstance(call, ControlCall):
+            stream = ResponseStream(sender, outbox, encoder(call.outputs, tokenizer))
+            act(call.control, conversation, self._loop, limits.kv_dtype, self._admin_token, stream)
             # after what it asks for: a refused one is heard of in `execute`
             self._loop.with_turns(lambda turns: _follow(turns, conversation, end, parameters.self_call))
             return
-        call = decode(request, parameters.given, kind, start, inputs, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
+        new = call.prompt
         self._loop.take_turn(
-            Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.text, call.kv)
+            Turn(conversation, sequence, stream, start, end, new.messages, new.rendered, new.text, call.kv)
         )
         self._watcher.watch(sender, lambda: self._loop.cancel(sequence, _NOT_SENT if sender.given_up else None))
 

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.faults import logged
+from kvloom.serving.tensors import tensor
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Sender:
         """Send an error as the final response."""
         text = _travels(text)
         if self.errors_as_data:
-            self.send([string("text_output", text), string("finish_reason", ERROR)], True)
+            self.send([tensor("text_output", text), tensor("finish_reason", ERROR)], True)
         else:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
@@ -113,11 +113,6 @@ class CancelWatcher:
                 self._watched.pop(sender, None)
         if left:
             on_cancel()
-
-
-def string(name: str, text: str) -> Any:
-    """A STRING output (``pb_utils.Tensor``) of shape [1, 1]."""
-    return pb_utils.Tensor(name, np.array([[text.encode()]], dtype=np.object_))
 
 
 def _travels(text: str) -> str:
