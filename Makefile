@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check test test-all lint clean
+.PHONY: setup demo serve load bench bench-peers kernel-audit gpu-check tables test test-all lint clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,9 @@ kernel-audit: setup
 
 gpu-check: setup
 	$(BIN)/python load/gpu_check.py
+
+tables: setup
+	$(BIN)/python -m kvloom.serving.tables
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,21 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import Settings
-from kvloom.request import SamplingParams
 from support.server import assert_idle, canary
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def section(title: str) -> str:
-    return README.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
-
-
-def first_column(table: str) -> set[str]:
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
 
 
 def test_there_are_snippets():
@@ -43,15 +32,6 @@ def test_snippet(server, snippet):
         assert run.stdout.endswith("length 8\n")
     canary(server)
     assert_idle(server)
-
-
-@pytest.mark.parametrize("command", ["serve", "plan"])
-def test_the_help_lists_the_settings(command):
-    run = [str(Path(sys.executable).parent / "kvloom"), command, "--help"]
-    text = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
-    listed = re.search(r"Settings: ([\w,\s]+)\.", text)
-    assert listed
-    assert re.split(r",\s+", listed[1]) == Settings.names()
 
 
 CALLS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -77,34 +57,6 @@ def test_curl_calls(server):
     assert "\n\n" not in text
     canary(server)
     assert_idle(server)
-
-
-def test_every_setting_is_described():
-    assert first_column(section("Settings")) == {n for n in Settings.model_fields if not n.startswith("test_")}
-
-
-def test_every_sampling_key_is_described():
-    assert first_column(section("Calling it").split("| sampling key |")[1]) == set(SamplingParams.model_fields)
-
-
-def test_every_input_is_described():
-    config = (Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt").read_text()
-    inputs = set(re.findall(r'name: "(\w+)".*optional', config))
-    assert first_column(section("Calling it").split("| sampling key |")[0]) == inputs
-    outputs = set(re.findall(r'name: "(\w+)" data_type: \w+ dims: \[ ?-?\d+ ?\] }', config))
-    assert outputs
-    assert all(f"`{name}`" in section("Calling it") for name in outputs)
-
-
-def test_defaults_in_the_tables_are_the_defaults():
-    rows = re.findall(r"^\| `(\w+)` \| `?([\w.-]+)`? \|", section("Settings"), re.MULTILINE)
-    assert {name for name, _ in rows} == first_column(section("Settings"))
-    for name, default in rows:
-        assert (str(Settings.model_fields[name].default) or "none").lower() == default.lower()
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.-]+) \|", section("Calling it"), re.MULTILINE)
-    assert len(rows) >= 4
-    for name, default in rows:
-        assert str(SamplingParams.model_fields[name].default) == default
 
 
 def test_the_error_in_the_readme_is_the_real_one(client):
