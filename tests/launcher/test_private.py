@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvloom import secret
+from kvloom.conversation.journal import Journal
 from kvloom.engine import build
 from kvloom.errors import LaunchError, ModelError
 from kvloom.launcher import tritonserver
 from kvloom.launcher.runfolder import run_folder
+from kvloom.launcher.serverlog import ServerLog
 from kvloom.models.fetch import Packaged, fetch
-from kvloom.private import private_folder, trusted_folder
+from kvloom.ops.native import Library
+from kvloom.private import check_own_file, private_folder, trusted_folder
 from kvloom.serving.parameters import Parameters, forwarded, read_parameters, self_call
 from support.launched import launched
 from support.server import SETTINGS
@@ -27,81 +30,129 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def somebody_elses(folder: Path) -> Path:
-    folder.mkdir()
-    os.chown(folder, 12345, 12345)
-    return folder
+def folder(path: Path, mode: int) -> Path:
+    path.mkdir()
+    path.chmod(mode)  # whatever the umask is
+    return path
 
 
 def test_a_private_folder_is_made_or_closed_to_others(tmp_path):
-    assert mode(private_folder(tmp_path / "new")) == 0o700
-    (tmp_path / "open").mkdir(mode=0o777)
-    assert mode(private_folder(tmp_path / "open")) == 0o700
+    for path in (tmp_path / "new", folder(tmp_path / "open", 0o777), tmp_path / "deep" / "down"):
+        assert private_folder(path) == path
+        assert mode(path) == 0o700
+    assert mode(tmp_path / "deep") == 0o700
 
 
-def test_a_folder_that_others_have_laid_is_not_taken(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+def test_a_trusted_folder_is_not_written_by_others(tmp_path):
+    assert mode(trusted_folder(folder(tmp_path / "open", 0o777))) == 0o755
+    assert mode(trusted_folder(folder(tmp_path / "shared", 0o775))) == 0o755
+    assert mode(trusted_folder(folder(tmp_path / "mine", 0o500))) == 0o500
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert trusted_folder(tmp_path / "link") == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("check", [private_folder, trusted_folder])
+def test_what_others_may_put_another_folder_in_the_place_of_is_not_taken(tmp_path, check):
+    folder(tmp_path / "everybodys", 0o777)
+    with pytest.raises(PermissionError, match="other users may write to .*everybodys, and change what is in it"):
+        check(tmp_path / "everybodys" / "mine")
+    (tmp_path / "everybodys").chmod(0o1777)  # as /tmp is: names there are their owners'
+    assert check(tmp_path / "everybodys" / "mine")
     (tmp_path / "file").touch()
-    for name in ("link", "file"):
-        with pytest.raises(OSError, match=name):
-            private_folder(tmp_path / name)
-    assert mode(tmp_path / "elsewhere") == 0o755
+    with pytest.raises(OSError, match="file"):
+        check(tmp_path / "file")
+    os.chown(folder(tmp_path / "group", 0o775), -1, os.getegid())
+    assert check(tmp_path / "group" / "mine")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
-def test_another_users_folder_is_not_taken(tmp_path, monkeypatch):
-    theirs = somebody_elses(tmp_path / "theirs")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give something away")
+def test_what_belongs_to_another_user_is_not_taken(tmp_path):
+    theirs = folder(tmp_path / "theirs", 0o755)
+    (tmp_path / "file").touch()
+    for path in (theirs, tmp_path / "file"):
+        os.chown(path, 12345, 12345)
     for check in (private_folder, trusted_folder):
-        with pytest.raises(PermissionError, match=r"theirs"):
-            check(theirs)
-    model = Packaged("package", "1", "model.gguf", 1, "")
-    somebody_elses(tmp_path / "package-1")
-    with pytest.raises(ModelError, match="other users may write to"):
+        for path in (theirs, theirs / "below"):
+            with pytest.raises(PermissionError, match="theirs belongs to user 12345"):
+                check(path)
+    with pytest.raises(PermissionError, match="file may be the work of another user"):
+        check_own_file(tmp_path / "file")
+
+
+def test_a_file_that_is_a_link_or_everybodys_is_not_taken(tmp_path):
+    check_own_file(tmp_path / "missing")
+    (tmp_path / "file").touch()
+    check_own_file(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").chmod(0o666)
+    for name in ("link", "file"):
+        with pytest.raises(PermissionError, match=f"{name} may be the work of another user"):
+            check_own_file(tmp_path / name)
+
+
+def test_a_model_that_others_may_have_laid_is_not_taken(tmp_path):
+    model = Packaged("package", "1", "model.gguf", 0, "")
+    place = tmp_path / "package-1"
+    folder(place, 0o755)
+    (place / "model.gguf").touch()
+    assert fetch(model, tmp_path) == place / "model.gguf"
+    (place / "model.gguf").chmod(0o666)
+    with pytest.raises(ModelError, match="may be the work of another user"):
         fetch(model, tmp_path)
 
 
-def test_libraries_are_not_loaded_from_where_others_may_write(tmp_path, monkeypatch, caplog):
-    folder = tmp_path / "kvloom" / "ops"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="other users may write"):
-        trusted_folder(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_journal_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "elsewhere").touch()
+    (folder(tmp_path / "journal", 0o777) / "conversations.sqlite").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="may be the work of another user"):
+        Journal(tmp_path / "journal", "model")
+    assert (tmp_path / "elsewhere").read_bytes() == b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_the_log_does_not_go_to_another_users_file(tmp_path):
+    (tmp_path / "log").touch()
+    os.chown(tmp_path / "log", 12345, 12345)
+    with pytest.raises(LaunchError, match="log file .*: belongs to user 12345"):
+        ServerLog(tmp_path / "log")
+
+
+def test_libraries_that_others_may_have_laid_are_not_loaded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder(tmp_path / "everybodys", 0o777)))
     with caplog.at_level(logging.WARNING):
         build._use_native()
     assert "the CPU ops run in plain torch" in caplog.text
-    assert list(folder.iterdir()) == []
+    assert list((tmp_path / "everybodys").rglob("*.so")) == []
+    library = tmp_path / "library.so"
+    library.write_bytes(b"no library")
+    for bits in (0o666, 0o664):
+        library.chmod(bits)
+        with pytest.raises(PermissionError, match="library.so may be the work of another user"):
+            Library(library)
+    library.chmod(0o600)
+    with pytest.raises(OSError, match="file too short|invalid ELF header"):
+        Library(library)
 
 
-@pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_models_of_a_server_share_a_secret_that_goes_with_it(temporary):
+def test_models_of_a_server_share_a_secret_and_those_of_another_one_do_not():
     with subprocess.Popen(["sleep", "60"]) as one, subprocess.Popen(["sleep", "60"]) as other:
         first = secret.server_secret(one.pid)
         assert first == secret.server_secret(one.pid) != secret.server_secret(other.pid)
-        assert len(first) >= 32
-        [folder] = temporary.iterdir()
-        assert mode(folder) == 0o700
-        assert [mode(file) for file in folder.iterdir()] == [0o600, 0o600]
-        secret.forget_secret(one.pid)
-        assert len(list(folder.iterdir())) == 1
+        assert len(first) == 64
+        if os.geteuid() == 0:
+            read = ["setpriv", "--reuid=12345", "--clear-groups", "cat", f"/proc/{one.pid}/auxv"]
+            assert subprocess.run(read, capture_output=True, check=False).stdout == b""
+        one.kill()
         other.kill()
         other.wait()
-        # whose launcher could not clean up: the next server does
-        assert secret.server_secret(one.pid) != first
-        assert [file.name.partition("-")[0] for file in folder.iterdir()] == [str(one.pid)]
-        one.kill()
+        with pytest.raises(LaunchError, match="No such (file|process)"):
+            secret.server_secret(other.pid)
 
 
-def test_a_secret_is_not_taken_from_a_folder_that_others_have_laid(temporary):
-    (temporary / f"kvloom-{os.geteuid()}").symlink_to(temporary)
-    with pytest.raises(LaunchError, match="TMPDIR"):
-        secret.server_secret(os.getpid())
+def test_nobody_else_reads_what_triton_and_the_models_exchange(server):
+    regions = list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
+    assert len(regions) == 2
+    assert [mode(region) for region in regions] == [0o600] * 2
 
 
 def test_parameters_of_calls_between_models():
@@ -113,10 +164,8 @@ def test_parameters_of_calls_between_models():
 
 
 @pytest.mark.parametrize("name", ["blank and $(touch ran)", "`touch ran`", "semi;touch ran", "quo'te\"", "grün"])
-def test_no_name_in_tmpdir_reaches_a_shell(tmp_path, monkeypatch, caplog, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+def test_the_run_folder_has_a_plain_name(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder(tmp_path / name, 0o755)))
     with run_folder() as made:
         assert Path(made).parent == Path("/tmp")
         assert mode(Path(made)) == 0o700
@@ -124,6 +173,12 @@ def test_no_name_in_tmpdir_reaches_a_shell(tmp_path, monkeypatch, caplog, name):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with run_folder() as made:
         assert Path(made).parent == tmp_path
+
+
+def test_the_run_folder_is_not_made_where_others_may_replace_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder(tmp_path / "everybodys", 0o777)))
+    with pytest.raises(LaunchError, match="other users may write to .*name another one in TMPDIR"):
+        run_folder()
 
 
 def test_a_server_starts_where_tmpdir_is_a_command(tmp_path, monkeypatch):
@@ -136,9 +191,6 @@ def test_a_server_starts_where_tmpdir_is_a_command(tmp_path, monkeypatch):
         _, said = serving.process.communicate(timeout=60)
         assert "has characters that Triton can't take" in said
     assert not (tmp_path / "ran").exists()
-    [left] = (tmp_path / "a b$(touch ran)").iterdir()
-    # the models' own; empty
-    assert list(left.iterdir()) == []
 
 
 def test_no_door_is_opened_by_the_environment():

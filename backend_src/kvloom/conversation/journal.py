@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvloom.conversation.continuation import Chat
 from kvloom.conversation.registry import Conversation, ConversationId
-from kvloom.private import private_folder
+from kvloom.private import check_own_file, private_folder
 
 if TYPE_CHECKING:
     from kvloom.text.chat import Message
@@ -66,6 +66,7 @@ class Journal:
             sqlite3.Error: the journal can't be opened.
         """
         self._path = private_folder(folder) / "conversations.sqlite"
+        check_own_file(self._path)
         self._path.touch(mode=0o600)
         self._base: sqlite3.Connection | None = sqlite3.connect(self._path, isolation_level=None)
         self._base.execute("PRAGMA journal_mode = WAL")

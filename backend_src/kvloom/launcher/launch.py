@@ -27,7 +27,6 @@ from kvloom.launcher.processes import SHARED_MEMORY, Guard, alive, kill_group, r
 from kvloom.launcher.repository import ModelRepository
 from kvloom.launcher.runfolder import run_folder
 from kvloom.launcher.serverlog import ServerLog
-from kvloom.secret import forget_secret
 from kvloom_client import Client, KvloomClientError
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,6 @@ class Server:
                 cleanup.callback(server_log.follow())
             options = server._options(workdir / "models", installation.backends)
             server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
-            cleanup.callback(forget_secret, server.process.pid)
             cleanup.callback(server._end_processes)
             server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
             deadline = time.monotonic() + start_timeout_s

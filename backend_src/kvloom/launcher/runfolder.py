@@ -3,6 +3,10 @@
 import logging
 import re
 import tempfile
+from pathlib import Path
+
+from kvloom.errors import LaunchError
+from kvloom.private import check_place
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +21,18 @@ def run_folder() -> "tempfile.TemporaryDirectory[str]":
 
     Triton's Python backend starts its processes through a shell and does not quote the model's path: a blank in it
     hangs the start, and what stands between backquotes is executed. So the folder lies below TMPDIR only where that is
-    a plain name.
+    a plain name, and where nobody else can put another folder in its place.
+
+    Raises:
+        LaunchError: there is no such place.
     """
     folder = tempfile.gettempdir()
     if not PLAIN.fullmatch(folder):
         log.warning("TMPDIR=%s has characters that Triton can't take; using %s", ascii(folder), FALLBACK)
         folder = FALLBACK
+    try:
+        place = Path(folder).resolve()
+        check_place(place)
+    except OSError as error:
+        raise LaunchError(f"the folder for temporary files: {error}; name another one in TMPDIR") from error
     return tempfile.TemporaryDirectory(prefix="kvloom-", dir=folder)

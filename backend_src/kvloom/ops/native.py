@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -76,6 +77,14 @@ class Library:
     """The functions of a built library, by their names."""
 
     def __init__(self, path: Path):
+        """Load it.
+
+        Raises:
+            OSError: it can't be loaded, or another user may have written it.
+        """
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} may be the work of another user: remove it")
         self._functions = ctypes.CDLL(str(path))
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -161,6 +170,7 @@ def _build(compiler: str, machine: str, built: Path) -> None:
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         parts = list(pool.map(compile_one, sources))
     run("-shared", *parts, "-o", str(built))
+    built.chmod(0o755)  # whatever the umask is: what others may write is not loaded
 
 
 def find_compiler() -> str | None:

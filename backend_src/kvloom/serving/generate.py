@@ -19,6 +19,7 @@ from kvloom.serving.options import read_options
 from kvloom.serving.parameters import forwarded, read_parameters
 from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call
 from kvloom.serving.sender import ERROR, CancelWatcher, Sender
+from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.tensors import tensor
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class GenerateModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Start watching for clients that leave."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
+        close_to_others()
         try:
             self._secret = server_secret(os.getppid())
         except SetupError as error:

@@ -28,6 +28,7 @@ from kvloom.serving.parser import ControlCall, parse
 from kvloom.serving.responses import encoder
 from kvloom.serving.self_calls import END, START, Link
 from kvloom.serving.sender import CancelWatcher, Sender
+from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.stream import ResponseStream, fail
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class LlmModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
+        close_to_others()
         parameters = json.loads(args["model_config"])["parameters"]
         with ExitStack() as on_error:
             try:
