@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup setup-dev demo serve load bench bench-peers kernel-audit gpu-check test test-more test-all lint clean
+.PHONY: setup setup-dev demo serve load bench bench-peers kernel-audit gpu-check tables test test-more test-all lint clean
 
 # what serves; what the tests, the reports and the linters need beside it
 setup: .venv/.ready
@@ -37,6 +37,9 @@ kernel-audit: setup-dev
 
 gpu-check: setup-dev
 	$(BIN)/python load/gpu_check.py
+
+tables: setup
+	$(BIN)/python -m kvloom.serving.tables
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,8 @@
 """Dependencies point one way: what each part of the package may import."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,12 @@ def test_a_server_without_a_gpu_never_imports_triton():
 def test_a_step_on_a_gpu_needs_no_settings(module):
     """So that the GPU check runs with little more than torch and triton."""
     assert not {name for used in reached(module) | {module} for name in MODULES[used]} & {"pydantic", "gguf"}
+
+
+def test_generate_loads_no_engine_and_no_tokenizer(tmp_path):
+    (tmp_path / "triton_python_backend_utils.py").touch()
+    code = "import sys; sys.path.append(sys.argv[1]); import kvloom.serving.generate; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    assert {"kvloom", "numpy"} <= loaded
+    assert not loaded & {"torch", "triton", "transformers", "tokenizers", "jinja2", "tritonclient"}

@@ -15,7 +15,6 @@ from kvloom.config import Settings
 from kvloom.launcher import cli
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import parse_assignments
-from kvloom.request import SamplingParams
 from kvloom_client import Client, InvalidArgument, errors
 from support.launched import KVLOOM, Launched
 from support.readmes import BLOCKS, ROOT, TEXTS, Block, anchors, commands, links, names, table
@@ -281,44 +280,10 @@ def first_names(rows: list[list[str]]) -> list[str]:
     return [name for row in rows for name in names(row[0])]
 
 
-@pytest.mark.parametrize("command", ["serve", "plan"])
-def test_the_help_lists_the_settings_and_names_the_readme_that_explains_them(command: str):
-    text = " ".join(run(KVLOOM, command, "--help").split())
-    listed = re.search(r"Settings: ([\w, ]+)\. (\S+) says what they mean", text)
-    assert listed
-    assert re.split(r",\s+", listed[1]) == Settings.names()
-    assert "| setting | default | meaning |" in TEXTS[listed[2]]
-
-
-def test_every_setting_is_described():
-    rows = table("setting", "default", "meaning")
-    assert sorted(first_names(rows)) == sorted(Settings.names())
-    for name, default, *_ in ([*names(row[0]), *row[1:]] for row in rows):
-        assert (str(Settings.model_fields[name].default) or "none").lower() == default.strip("`").lower()
-
-
 def test_settings_of_other_engines_are_compared_with_those_there_are():
     rows = table("kvloom", "vLLM", "TensorRT-LLM, LLM API")
     assert rows
     assert set(first_names(rows)) <= set(Settings.names())
-
-
-def test_every_sampling_key_is_described():
-    rows = table("sampling key", "default", "range")
-    assert set(first_names(rows)) == set(SamplingParams.model_fields)
-    numbers = [row for row in rows if re.fullmatch(r"-?[\d.]+", row[1])]
-    assert len(numbers) >= 4
-    for row in numbers:
-        for name in names(row[0]):
-            assert float(SamplingParams.model_fields[name].default) == float(row[1])
-
-
-def test_every_input_and_output_is_described():
-    config = (ROOT / "model_repository" / "llm" / "config.pbtxt").read_text()
-    inputs = re.findall(r'name: "(\w+)".*optional', config)
-    assert sorted(first_names(table("name", "type", "meaning"))) == sorted(inputs)
-    outputs = re.findall(r'name: "(\w+)" data_type: \w+ dims: \[ ?-?\d+ ?\] }', config)
-    assert first_names(table("output", "type", "meaning")) == outputs
 
 
 def test_every_error_of_the_client_is_described():

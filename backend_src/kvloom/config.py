@@ -22,63 +22,62 @@ Positive = Annotated[int, Field(ge=1)]
 class Settings(BaseModel):
     """What an operator can set; values arrive as the strings of config.pbtxt.
 
-    Attributes:
-        model: ``default`` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder or a GGUF file.
-        device: where the model runs: ``cpu``, ``cuda:0`` (or another number); ``auto`` is ``cuda:0`` where torch sees a
-            GPU, else ``cpu``.
-        weights: what the weights are; ``auto`` is bf16 on a GPU and where the CPU has bf16 instructions, else fp32.
-            ``fp32`` makes activations and cache fp32 too. ``int8`` rounds weights to groups of 8 bits; ``int4`` takes a
-            GGUF file's groups of 4 bits as they are; ``w8a8`` rounds weights and activations to INT8, on a CPU.
-        kv_dtype: dtype of the cache; ``auto`` follows the activations.
-        kv_memory: size of the block pool: bytes with a unit ("512MiB"), a share of the free memory ("60%") or ``auto``,
-            which is what weights, a step and swap_memory leave of it.
-        kv_blocks: number of blocks in the pool; overrides kv_memory; 0 is off.
-        swap_memory: host memory for sequences that are swapped out, like "512MiB"; 0 is off.
-        retain_memory: most of the block pool that prompts may keep for themselves, like "512MiB"; 0 is off.
-        block_size: tokens per block, a power of two.
-        context_length: longest sequence in tokens; 0 takes the model's own.
-        max_batch_tokens: a step's token budget.
-        max_running: most sequences in one step; never more than max_batch_tokens, of which each takes one.
-        max_queue: most requests waiting, beside those that may run at once; more are refused at once.
-        queue_timeout_ms: longest wait for admission, in milliseconds; 0 is off.
-        max_conversations: most conversations; beyond it the least recently used idle one is dropped.
-        conversation_idle_s: seconds after which an idle conversation is dropped; 0 is off.
-        journal_dir: folder for the tokens and messages of conversations, which survive a restart there; empty: they do
-            not. `kvloom serve` sets it.
-        prefix_cache: let requests that begin with the same tokens share their blocks.
-        threads: CPU threads of a step; 0 takes every core that the process may run on.
-        stuck_after_s: `kvloom serve` starts tritonserver again when no step has finished for so long; 0 is off.
-        admin_token: what the control op ``drain`` asks for, itself or as ``sha256:`` and its digest, several separated
-            by commas. Triton shows the settings to every client, so `kvloom serve` hands over digests only.
-        test_fail_after_tokens: tests only: requests whose id begins with ``test-fail`` fail after so many tokens.
-        test_block_hash: tests only: a weak hash for the prefix cache.
+    What stands under a field is its line in the README and in `kvloom serve --help`, in Markdown.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: str = "default"
+    """`default` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder (config.json, safetensors, tokenizer.json)
+    or a GGUF file; Llama architecture"""
     device: str = "auto"
+    """`cpu`, or a GPU like `cuda:0`; `auto` is `cuda:0` where torch sees a GPU. A GPU that is not there is refused,
+    never replaced by the CPU"""
     weights: Literal["auto", "fp32", "bf16", "int8", "int4", "w8a8"] = "auto"
+    """`fp32`, `bf16`, `int8`, `int4` (of a GGUF file) or `w8a8` (on a CPU); `auto` is bf16 on a GPU and where the CPU
+    has bf16 instructions, else fp32. `fp32` makes activations and cache fp32 too"""
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """dtype of the cache, `fp32` or `bf16`; `auto` follows the activations"""
     kv_memory: str = "auto"
+    """size of the block pool, like `512MiB` or `60%` of the free memory; `auto` is what weights, a step and
+    `swap_memory` leave of it"""
     kv_blocks: NonNegative = 0
+    """number of blocks in the pool; overrides `kv_memory`; 0 is off"""
     swap_memory: str = "512MiB"
+    """host memory for the blocks of sequences that had to give theirs away, like `512MiB`; 0 computes them again"""
     retain_memory: str = "0"
+    """most of the pool that `kv.retain_s` may hold back, like `64MiB`; 0 refuses `retain_s`"""
     block_size: Positive = 32
+    """tokens per block, a power of two"""
     context_length: NonNegative = 0
+    """longest sequence in tokens; 0 is the model's own"""
     max_batch_tokens: Positive = 512
+    """tokens per step: long prompts are computed in chunks beside running answers"""
     max_running: Positive = 64
+    """most sequences in a step; each takes one of `max_batch_tokens`"""
     max_queue: Positive = 1024
+    """most waiting requests, beside those that may run at once; more are refused at once"""
     queue_timeout_ms: NonNegative = 0
+    """longest wait for the first step; 0 is for ever"""
     max_conversations: Positive = 1024
+    """most conversations that are kept; beyond it the least recently used idle one is dropped"""
     conversation_idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600
+    """an idle conversation is dropped then; 0 is never"""
     journal_dir: str = ""
+    """folder where the tokens and messages of conversations are kept for a restart; `kvloom serve` makes one of its
+    own"""
     prefix_cache: bool = True
+    """share the blocks of requests that begin with the same tokens"""
     threads: NonNegative = 0
+    """CPU threads of a step; 0 takes all cores that the server may run on"""
     stuck_after_s: NonNegative = 30
+    """`kvloom serve` starts tritonserver again when no step has finished for so long; 0 is never"""
     admin_token: str = ""
+    """whoever has it may `drain`: the token itself, or `sha256:` and its digest; several are separated by commas"""
     test_fail_after_tokens: NonNegative = 0
+    """tests only: requests whose id begins with `test-fail` fail after so many tokens"""
     test_block_hash: Literal["", "constant", "mod7"] = ""
+    """tests only: a weak hash for the prefix cache"""
 
     @field_validator("block_size")
     @classmethod
@@ -117,6 +116,15 @@ class Settings(BaseModel):
     def names(cls) -> list[str]:
         """The settings that there are for operators."""
         return [name for name in cls.model_fields if not name.startswith("test_")]
+
+    @classmethod
+    def described(cls) -> list[tuple[str, str, str]]:
+        """Name, default as an operator would write it, and meaning of each of them."""
+        return [
+            (name, _written(field.default), " ".join((field.description or "").split()))
+            for name, field in cls.model_fields.items()
+            if name in cls.names()
+        ]
 
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> "Settings":
@@ -159,3 +167,7 @@ class Settings(BaseModel):
                 f"max_running={self.max_running} with {SPARE_SLOTS} to spare are {slots}; Triton keeps "
                 f"{kept} sequences (max_candidate_sequences in the model's config.pbtxt)"
             )
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

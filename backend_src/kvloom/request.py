@@ -37,34 +37,58 @@ Texts = Annotated[tuple[str, ...], AfterValidator(_bounded)]
 
 class SamplingParams(BaseModel):
     """How tokens are chosen and when an answer ends. Keys, defaults and ranges are the sampling JSON's.
+    What stands under a field is its line in the README, in Markdown.
 
     Order of effects: logit_bias, penalties (repetition over prompt and answer, presence and frequency over the answer
     alone), bans (bad_words, end tokens before min_tokens); then temperature, min_p, top_k, top_p.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
+    """at least 1; the context length bounds it"""
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    """at most max_tokens; neither end tokens nor stop strings count before"""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """0 (greedy) to 100"""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """0 to 1; 0 and 1 are off"""
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    """-1 and 0 are off"""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0 to 1"""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """above 0, to 10; over prompt and answer"""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """-2 to 2; over the answer"""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """-2 to 2; over the answer"""
     length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """1 only"""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    """0 to 2^64 - 1; none draws one. The same seed gives the same tokens, whatever runs beside it"""
     stop: Texts = ()
+    """a string or a list; the first one found in the text ends the answer and is cut off; empty ones are ignored"""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_IDS)] = ()
+    """a list; ends the answer like the model's own end tokens"""
     bad_words: Texts = ()
+    """a string or a list that the answer shall not contain; empty ones are ignored"""
     include_stop_str_in_output: bool = False
+    """keep the stop string"""
     ignore_eos: bool = False
+    """go on after the model's end token"""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """0 to 20 alternatives per token in the output `logprobs`"""
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = {}
+    """`{"token id": -100 to 100}`"""
     skip_special_tokens: bool = True
+    """whether special tokens have no text"""
     n: Annotated[int, Field(ge=1, le=1)] = 1
+    """1 only"""
     beam_width: Annotated[int, Field(ge=1, le=1)] = 1
+    """1 only"""
 
     @field_validator("min_tokens")
     @classmethod

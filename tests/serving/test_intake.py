@@ -11,7 +11,7 @@ import pytest
 
 from kvloom.errors import InvalidArgument
 from kvloom.scheduling.admission import Limits
-from kvloom.serving import fields
+from kvloom.serving import inputs
 from kvloom.serving.intake import READERS, Intake
 from kvloom.text import chat
 
@@ -84,10 +84,10 @@ def tensor(name: str, value: np.ndarray) -> SimpleNamespace:
 
 
 def test_a_text_that_no_context_holds_is_refused_at_once():
-    for value in ([b"a" * (fields.MAX_BYTES + 1)], [b"a" * (fields.MAX_BYTES // 2)] * 3):
+    for value in ([b"a" * (inputs.MAX_BYTES + 1)], [b"a" * (inputs.MAX_BYTES // 2)] * 3):
         request = SimpleNamespace(inputs=lambda value=value: [tensor("bad_words", np.array([value], dtype=np.object_))])
-        with pytest.raises(InvalidArgument, match=f"bad_words: has [0-9]+ bytes; at most {fields.MAX_BYTES}"):
-            fields.read(request)
+        with pytest.raises(InvalidArgument, match=f"bad_words: has [0-9]+ bytes; at most {inputs.MAX_BYTES}"):
+            inputs.read(request)
 
 
 def test_token_ids_that_do_not_fit_are_counted_only():

@@ -3,10 +3,8 @@
 import json
 import math
 import queue
-import re
 import threading
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom.request import SamplingParams
-from kvloom.serving.fields import PROMPTS, RETURNED
-from kvloom.serving.options import Options
+from kvloom.serving.interface import INPUTS, Part
 from kvloom_client import Client
 from support.http_door import post
 from support.server import assert_idle, canary
 
-CONFIG = (Path(__file__).parents[2] / "model_repository" / "llm" / "config.pbtxt").read_text()
 HEALTHY = {"text_input": "What is deep learning?", "temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
 
 KEYS = st.sampled_from([*SamplingParams.model_fields, "tempurature", "min_length", "random_seed", "stop_words"])
-INPUTS = st.sampled_from(
-    [*PROMPTS, *RETURNED, *Options.model_fields, "stream", "sampling_parameters", "kv", "id", "odd"]
-)
+OTHERS = st.sampled_from([*(own.name for own in INPUTS if own.part is not Part.SAMPLING), "id", "odd"])
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -58,7 +52,7 @@ def bodies(draw) -> dict[str, Any]:
         body["text_input"] = draw(st.sampled_from(["Hello", "", " ", "天气", "<|im_start|>", "a" * 3000]))
     if draw(st.booleans()):
         body["sampling_parameters"] = draw(SAMPLING)
-    body |= draw(st.dictionaries(st.one_of(KEYS, INPUTS), VALUES, max_size=3))
+    body |= draw(st.dictionaries(st.one_of(KEYS, OTHERS), VALUES, max_size=3))
     # so that what is right by chance does not take long
     body.setdefault("deadline_ms", 300)
     return body
@@ -93,10 +87,7 @@ NUMBERS = {
     "BOOL": (np.bool_, st.booleans()),
     "BYTES": (np.object_, st.binary(max_size=12) | st.sampled_from([b"", b"\xff\xfe", b"{", b'{"op": "ping"}', b"[]"])),
 }
-DECLARED = {
-    name: kind.replace("STRING", "BYTES")
-    for name, kind in re.findall(r'name: "(\w+)" data_type: TYPE_(\w+) dims: \[ ?-?\d+ ?\] optional', CONFIG)
-}
+DECLARED = {own.name: own.type.replace("STRING", "BYTES") for own in INPUTS}
 
 
 @st.composite

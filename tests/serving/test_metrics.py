@@ -3,32 +3,13 @@
 import importlib
 import re
 import sys
+import urllib.request
 import weakref
 from types import SimpleNamespace
 
 from kvloom.engine.engine import Stats
-from support.readmes import table
-
-TYPES = {
-    "kvloom_requests_running": "gauge",
-    "kvloom_requests_waiting": "gauge",
-    "kvloom_conversations": "gauge",
-    "kvloom_blocks": "gauge",
-    "kvloom_prefix_tokens_queried_total": "counter",
-    "kvloom_prefix_tokens_hit_total": "counter",
-    "kvloom_preemptions_total": "counter",
-    "kvloom_evicted_blocks_total": "counter",
-    "kvloom_tokens_total": "counter",
-    "kvloom_requests_finished_total": "counter",
-    "kvloom_ttft_seconds": "histogram",
-    "kvloom_inter_token_seconds": "histogram",
-    "kvloom_e2e_seconds": "histogram",
-    "kvloom_queue_seconds": "histogram",
-    "kvloom_step_seconds": "histogram",
-    "kvloom_step_tokens": "histogram",
-    "kvloom_step_sequences": "histogram",
-}
-"""Every metric's."""
+from kvloom.serving.metric_families import FAMILIES
+from support.server import eventually, metrics
 
 LIVE: "weakref.WeakSet[object]" = weakref.WeakSet()
 
@@ -61,13 +42,22 @@ def test_nobody_holds_a_family_or_a_metric_after_the_stop(monkeypatch):
     try:
         module = importlib.import_module("kvloom.serving.metrics")
         metrics = module.Metrics(SimpleNamespace(stats=Stats(finished={"stop": 1})))
-        assert len(LIVE) > len(module.FAMILIES)
+        assert len(LIVE) > len(FAMILIES)
         metrics.stop()
         assert list(LIVE) == []
     finally:
         sys.modules.pop("kvloom.serving.metrics", None)
 
 
-def test_the_readme_has_every_metric():
-    rows = table("metric", "kind", "meaning")
-    assert {re.sub(r"[`{].*", "", name.strip("`")): kind for name, kind, _ in rows} == TYPES
+def test_a_server_shows_what_is_declared(server, client):
+    client.generate(text_input="Hello", max_tokens=2)
+    eventually(lambda: any(name.startswith("kvloom_requests_finished_total{") for name in metrics(server)))
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    assert dict(re.findall(r"^# TYPE (kvloom_\w+) (\w+)$", text, re.MULTILINE)) == {o.name: o.kind for o in FAMILIES}
+    assert dict(re.findall(r"^# HELP (kvloom_\w+) (.+)$", text, re.MULTILINE)) == {o.name: o.about for o in FAMILIES}
+    for own in FAMILIES:
+        labels = re.findall(rf'^{own.name}(?:{{(\w+)="(\w+)"}})? ', text, re.MULTILINE)
+        if own.kind != "histogram":
+            assert {label for label, _ in labels} == {own.label}, own.name
+            assert {value for _, value in labels} >= set(own.figures), own.name

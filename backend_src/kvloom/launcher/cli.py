@@ -62,8 +62,21 @@ class ListsSettings(TyperCommand):
         """Write the help."""
         from kvloom.config import Settings
 
-        self.epilog = f"Settings: {', '.join(Settings.names())}. model_repository/README.md says what they mean."
+        self.epilog = f"Settings: {', '.join(Settings.names())}. `kvloom serve --help` says what they mean."
         super().format_help(ctx, formatter)
+
+
+class DescribesSettings(TyperCommand):
+    """A command with ``--set``, whose help ends with the settings, their defaults and what they mean."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the end of the help."""
+        from kvloom.config import Settings
+
+        with formatter.section("Settings"):
+            formatter.write_dl(
+                [(f"{name}={default}", about.replace("`", "")) for name, default, about in Settings.described()]
+            )
 
 
 @app.callback()
@@ -71,7 +84,7 @@ def kvloom() -> None:
     """Large language models inside NVIDIA Triton Inference Server."""
 
 
-@app.command(cls=ListsSettings)
+@app.command(cls=DescribesSettings)
 def serve(
     model: Model = None,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port, here and below.")] = 8000,

@@ -10,8 +10,7 @@ from kvloom.admin import NO_TOKEN, WRONG_TOKEN, admits
 from kvloom.conversation.registry import ConversationId
 from kvloom.errors import InvalidArgument, RequestError
 from kvloom.request import Delta, FinishReason, Sink
-from kvloom.serving.fields import Inputs, one
-from kvloom.serving.sampling import json_object, validate
+from kvloom.serving.inputs import Inputs, json_object, one, validate
 
 if TYPE_CHECKING:
     # `generate` needs no engine

@@ -15,11 +15,13 @@ from kvloom.faults import logged
 from kvloom.secret import server_secret
 from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.control import read_control
-from kvloom.serving.fields import RETURNED, flag, one, prompt_kind, read
+from kvloom.serving.inputs import outputs_asked_for, prompt_kind, read
+from kvloom.serving.options import read_options
 from kvloom.serving.parameters import forwarded, read_parameters
-from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call, tensor
+from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call
 from kvloom.serving.sender import ERROR, Sender
 from kvloom.serving.shared_memory import close_to_others
+from kvloom.serving.tensors import tensor
 
 log = logging.getLogger(__name__)
 
@@ -91,15 +93,13 @@ class _Forward:
         self._engine = engine
         self._ended = threading.Event()
         self._conversation = uuid.uuid4().hex
-        self._asked = {output for name, output in RETURNED.items() if flag(inputs, name, False)}
-        interval = one(inputs, "stream_interval_ms") if "stream_interval_ms" in inputs else 0
-        if interval >= 0:  # what is wrong is for `llm` to refuse
-            interval = max(STREAM_INTERVAL_MS, interval)
+        self._asked = outputs_asked_for(inputs)
+        options = read_options(inputs)
         ours = [
-            tensor("stream", flag(inputs, "stream", False), np.bool_),
-            tensor("stream_interval_ms", interval, np.int32),
+            tensor("stream", options.stream is True),
+            tensor("stream_interval_ms", max(STREAM_INTERVAL_MS, options.stream_interval_ms)),
             # tells which response is the last one
-            tensor("return_finish_reason", True, np.bool_),
+            tensor("return_finish_reason", True),
         ]
         names = {own.name() for own in ours}
         # copies: what the request holds lies in shared memory that may be gone when the call is made

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom import progress
@@ -24,17 +23,18 @@ from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
 from kvloom.serving.cancel_watcher import CancelWatcher
-from kvloom.serving.control import act, read_control
-from kvloom.serving.fields import Inputs, prompt_kind, read, returned
+from kvloom.serving.control import act
+from kvloom.serving.inputs import Inputs
 from kvloom.serving.intake import Intake
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
+from kvloom.serving.parser import parse, receive
+from kvloom.serving.responses import encoder
 from kvloom.serving.self_calls import END, START, Link
 from kvloom.serving.sender import Sender
 from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.stream import ResponseStream, fail
-from kvloom.serving.wire import decode, encoder
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +107,17 @@ class LlmModel:
         """Find out which conversation a request is for, and leave the rest to the intake."""
         parameters = read_parameters(request.parameters(), self._secret)
         sender.errors_as_data = parameters.forwarded
-        # copies: what the request holds lies in shared memory that is Triton's
-        inputs = {name: np.array(value) for name, value in read(request).items()}
-        kind = prompt_kind(inputs)
+        inputs, call = receive(request)
         conversation = request.correlation_id()
-        if kind != "control":
-            submit = partial(self._submit, request, parameters, kind, inputs, sender, outbox, arrival)
+        if call is None:
+            submit = partial(self._submit, request, parameters, inputs, sender, outbox, arrival)
             self._intake.put(conversation, lambda: _attempt(submit, refuse))
             return
-        control = read_control(inputs)
-        stream = ResponseStream(sender, outbox, encoder(returned(inputs), self._assembly.tokenizer))
+        stream = ResponseStream(sender, outbox, encoder(call.outputs, self._assembly.tokenizer))
         kv_dtype = self._assembly.limits.kv_dtype
-        do = partial(act, control, conversation, self._loop, kv_dtype, self._admin_token, stream)
+        do = partial(act, call.control, conversation, self._loop, kv_dtype, self._admin_token, stream)
         # what was sent before it to the conversation that it means is taken before it, too
-        meant = conversation if control.conversation is None else control.conversation
+        meant = conversation if call.control.conversation is None else call.control.conversation
         self._intake.put(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
         follow = partial(_follow, conversation=conversation, end=_flags(request)[1], own_call=parameters.self_call)
         self._intake.put(conversation, lambda: self._loop.with_turns(follow))
@@ -129,7 +126,6 @@ class LlmModel:
         self,
         request: Any,
         parameters: Parameters,
-        kind: str,
         inputs: Inputs,
         sender: Sender,
         outbox: Outbox,
@@ -138,13 +134,13 @@ class LlmModel:
         """Read a turn, and hand it to the loop."""
         start, end = _flags(request)
         tokenizer, limits = self._assembly.tokenizer, self._assembly.limits
-        call = decode(request, parameters.given, kind, start, inputs, tokenizer, limits, arrival)
+        call = parse(request.request_id(), inputs, parameters.given, start, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
-        conversation = request.correlation_id()
+        conversation, new = request.correlation_id(), call.prompt
         self._loop.take_turn(
-            Turn(conversation, sequence, stream, start, end, call.messages, call.rendered, call.text, call.kv)
+            Turn(conversation, sequence, stream, start, end, new.messages, new.rendered, new.text, call.kv)
         )
         self._watcher.watch(sender, lambda: self._loop.cancel(sequence, _NOT_SENT if sender.given_up else None))
 

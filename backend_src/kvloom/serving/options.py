@@ -5,22 +5,24 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvloom.errors import InvalidArgument
-from kvloom.serving.fields import Inputs, one
-from kvloom.serving.sampling import json_object, validate
+from kvloom.serving.inputs import Inputs, json_object, one, validate
+from kvloom.serving.interface import Part, inputs_of
+
+_NAMES = [declared.name for declared in inputs_of(Part.OPTION)]
 
 
 class Options(BaseModel):
-    """The [1, 1] inputs of these names.
+    """The inputs of these names; the interface says what they mean.
 
     Attributes:
-        stream_interval_ms: least time between responses; 0: every token is one.
-        priority: higher runs first.
-        deadline_ms: time after which the answer so far is the answer.
-        cache_salt: only requests of the same salt share prefixes.
+        stream: None where a request leaves it to the model.
+        stream_interval_ms: 0: every token is a response.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    stream: bool | None = None
+    exclude_input_in_output: bool = False
     stream_interval_ms: Annotated[int, Field(ge=0)] = 0
     priority: int = 0
     deadline_ms: Annotated[int, Field(ge=1)] | None = None
@@ -49,7 +51,7 @@ def read_options(inputs: Inputs) -> Options:
     Raises:
         InvalidArgument: naming the input and what it takes.
     """
-    return validate(Options, {name: one(inputs, name) for name in Options.model_fields if name in inputs})
+    return validate(Options, {name: one(inputs, name) for name in _NAMES if name in inputs})
 
 
 def read_kv(inputs: Inputs, kv_dtype: str) -> KvOptions:

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from kvloom.serving.control import PING
 from kvloom.serving.parameters import self_call
+from kvloom.serving.tensors import tensor
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,7 @@ def control_call(
 ) -> Any:
     """A call with a `control` input, on a fresh conversation unless one is named."""
     own = uuid.uuid4().hex if conversation is None else conversation
-    return call(model, own, flags, [tensor("control", text.encode(), np.object_)], parameters=parameters)
-
-
-def tensor(name: str, value: object, dtype: type) -> Any:
-    """A [1, 1] ``pb_utils.Tensor``."""
-    return pb_utils.Tensor(name, np.array([[value]], dtype=dtype))
+    return call(model, own, flags, [tensor("control", text)], parameters=parameters)
 
 
 KEEP_S = 10.0

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
+
+from kvloom.serving.tensors import tensor
 
 ERROR = "error"
 """The finish_reason of an error that is sent as data."""
@@ -45,7 +46,7 @@ class Sender:
         """Send an error as the final response."""
         text = _travels(text)
         if self.errors_as_data:
-            self.send([string("text_output", text), string("finish_reason", ERROR)], True)
+            self.send([tensor("text_output", text), tensor("finish_reason", ERROR)], True)
         else:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
@@ -68,11 +69,6 @@ class Sender:
                 return
             self.closed = final
             self._sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
-
-
-def string(name: str, text: str) -> Any:
-    """A STRING output (``pb_utils.Tensor``) of shape [1, 1]."""
-    return pb_utils.Tensor(name, np.array([[text.encode()]], dtype=np.object_))
 
 
 def _travels(text: str) -> str:

@@ -1,0 +1,61 @@
+"""What an answer's responses consist of."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+from kvloom.request import Delta, Sequence
+from kvloom.serving.tensors import tensor
+from kvloom.text.tokenizer import Tokenizer
+
+
+def encoder(
+    outputs: frozenset[str], tokenizer: Tokenizer, sequence: Sequence | None = None, echo: str = ""
+) -> Callable[[Delta], list[Any]]:
+    """Makes the output tensors (``pb_utils.Tensor``, each [1, n]) of one answer's responses, in their order.
+
+    Args:
+        outputs: names of the optional outputs that were asked for.
+        tokenizer: of the model.
+        sequence: the answer's; its prompt may become known later.
+        echo: what the answer begins with.
+    """
+    cumulative = 0.0
+    # a tensor takes longer to make than to send; those that say the same again are sent again
+    kept: dict[str, tuple[object, Any]] = {}
+
+    def keep(name: str, value: object) -> Any:
+        if name not in kept or kept[name][0] != value:
+            kept[name] = (value, tensor(name, value))
+        return kept[name][1]
+
+    def encode(delta: Delta) -> list[Any]:
+        nonlocal echo, cumulative
+        tensors = [tensor("text_output", echo + delta.text)]
+        echo = ""
+        if "finish_reason" in outputs:
+            tensors.append(keep("finish_reason", delta.finish_reason or ""))
+        if "num_input_tokens" in outputs:
+            tensors.append(keep("num_input_tokens", 0 if sequence is None else len(sequence.request.prompt_ids)))
+        if "num_output_tokens" in outputs:
+            tensors.append(keep("num_output_tokens", len(delta.tokens)))
+        if "token_ids" in outputs:
+            tensors.append(tensor("token_ids", *delta.token_ids))
+        if "cumulative_logprob" in outputs:
+            cumulative += sum(token.logprob or 0.0 for token in delta.tokens)
+            tensors.append(tensor("cumulative_logprob", cumulative))
+        if "logprobs" in outputs:
+            tensors.append(tensor("logprobs", json.dumps(_logprobs(delta, tokenizer))))
+        if "usage" in outputs and delta.usage is not None:
+            tensors.append(tensor("usage", json.dumps(dataclasses.asdict(delta.usage))))
+        return tensors
+
+    return encode
+
+
+def _logprobs(delta: Delta, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        return {"id": token, "text": tokenizer.decode([token], skip_special_tokens=False), "logprob": logprob}
+
+    return [entry(token.id, token.logprob) | {"top": [entry(*top) for top in token.top]} for token in delta.tokens]
