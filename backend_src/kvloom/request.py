@@ -229,34 +229,34 @@ Banned = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Holding:
+class KvState:
     """What is computed of some tokens, and where it lies: in blocks, on the host, or nowhere.
 
     Attributes:
         computed: how many leading tokens have their KV in ``blocks``.
         blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
-        listed: how many leading blocks others can find.
+        hashed: how many leading blocks others can find.
         host_blocks: where its blocks' content is kept while it has none.
         swapped: how many leading tokens have their KV in ``host_blocks``.
     """
 
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    listed: int = 0
+    hashed: int = 0
     host_blocks: list[int] = field(default_factory=list)
     swapped: int = 0
 
-    def move_to(self, other: "Holding") -> None:
+    def move_to(self, other: "KvState") -> None:
         """Hand everything over to ``other``, which holds nothing."""
         assert not (other.blocks or other.host_blocks)
-        other.computed, other.listed, other.swapped = self.computed, self.listed, self.swapped
+        other.computed, other.hashed, other.swapped = self.computed, self.hashed, self.swapped
         other.blocks, other.host_blocks = self.blocks, self.host_blocks
-        self.computed = self.listed = self.swapped = 0
+        self.computed = self.hashed = self.swapped = 0
         self.blocks, self.host_blocks = [], []
 
 
 @dataclass(eq=False, slots=True)
-class Sequence(Holding):
+class Sequence(KvState):
     """A request at work: the tokens it knows, and what is computed of them.
 
     Attributes:

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from kvloom.conversation.continuation import Chat, go_on
 from kvloom.errors import InvalidArgument
-from kvloom.scheduling.residency import Costs
+from kvloom.scheduling.offloader import Costs
 from kvloom.text.tokenizer import Tokenizer
 from support.talks import Talks
 from support.tiny_models import EOS, make_tiny
@@ -47,7 +47,7 @@ def fed(answer):
 @pytest.mark.parametrize("ends", ["cut", "eos", "mixed"])
 def test_turns_are_what_the_template_makes_of_the_whole(model, reference, ends):
     driver = Talks(model, kv_blocks=256)
-    driver.engine._scheduler._residency._costs = Costs(0.0, 1.0)
+    driver.engine._scheduler._offloader._costs = Costs(0.0, 1.0)
     messages, history = [{"role": "system", "content": "Be brief."}], []
     for turn, question in enumerate(QUESTIONS):
         new = [*messages, user(question)] if not turn else [user(question)]

@@ -89,10 +89,10 @@ def test_what_two_computed_is_one_block_as_soon_as_one_follows():
         assert cache.open(sequence.blocks, [], len(sequence.tokens))
     for sequence in (first, second):
         cache.list_computed(sequence, 2 * BLOCK)
-    assert (first.listed, second.listed) == (2, 0)
+    assert (first.hashed, second.hashed) == (2, 0)
     assert cache.follow(second) == 2 * BLOCK
     assert second.blocks[:2] == first.blocks[:2]
-    assert (second.listed, second.computed, cache.used) == (2, 2 * BLOCK, 4)
+    assert (second.hashed, second.computed, cache.used) == (2, 2 * BLOCK, 4)
     assert cache.follow(second) == 0
     cache.check([first.blocks, second.blocks])
 
@@ -105,7 +105,7 @@ def test_nothing_is_shared_when_sharing_is_off():
     sequence = compute(cache, A + B + C)
     assert cache.follow(sequence) == 0
     cache.retain(sequence.blocks, math.inf)
-    assert (sequence.listed, cache.retained) == (0, 0)
+    assert (sequence.hashed, cache.retained) == (0, 0)
     cache.release(sequence.blocks)
     assert cache.free == cache.total
     assert blocks

@@ -16,10 +16,10 @@ def _cached_head(cache: BlockCache) -> int:
 
 
 def _forget_the_head(cache: BlockCache) -> None:
-    """What continues it stays listed."""
+    """What continues it stays hashed."""
     head = _cached_head(cache)
-    cache._unlist(head)
-    del cache._idle[head]
+    cache._unhash(head)
+    del cache._evictable[head]
     cache._free.append(head)
 
 
@@ -28,14 +28,14 @@ BREAKERS = {
     "twice free": lambda cache: cache._free.append(cache._free[0]),
     "free instead of another": lambda cache: cache._free.__setitem__(0, cache._free[1]),
     "free and used": lambda cache: cache._free.__setitem__(0, _used(cache)),
-    "free and cached": lambda cache: cache._free.__setitem__(0, next(iter(cache._idle))),
-    "cached and kept": lambda cache: cache._idle.__setitem__(next(iter(cache._kept)), None),
+    "free and cached": lambda cache: cache._free.__setitem__(0, next(iter(cache._evictable))),
+    "cached and kept": lambda cache: cache._evictable.__setitem__(next(iter(cache._kept)), None),
     "leaked": lambda cache: setattr(cache._blocks[_used(cache)], "tables", 2),
     "counted too low": lambda cache: setattr(cache._blocks[_used(cache)], "tables", 0),
-    "cached but not listed": lambda cache: cache._unlist(next(iter(cache._idle))),
+    "cached but not hashed": lambda cache: cache._unhash(next(iter(cache._evictable))),
     "can't be reached": _forget_the_head,
-    "finds another": lambda cache: cache._listed.update(dict.fromkeys(cache._listed, 0)),
-    "finds what is not listed": lambda cache: cache._listed.update({KEY_TYPES[""]("", (7, 7, 7, 7)): cache._free[0]}),
+    "finds another": lambda cache: cache._hashed.update(dict.fromkeys(cache._hashed, 0)),
+    "finds what is not hashed": lambda cache: cache._hashed.update({KEY_TYPES[""]("", (7, 7, 7, 7)): cache._free[0]}),
     "kept without being retained": lambda cache: cache._retained.pop(next(iter(cache._kept))),
 }
 

@@ -154,7 +154,7 @@ def test_flush_while_a_sequence_runs():
     running.tokens += [5] * BLOCK
     assert cache.extend(running.blocks, len(running.tokens))
     cache.list_computed(running, len(running.tokens))
-    assert running.listed == 2, "what follows a forgotten block can't be reached"
+    assert running.hashed == 2, "what follows a forgotten block can't be reached"
     cache.check([running.blocks])
     put(cache, A + B)
     assert cache.follow(running) == 0

@@ -17,7 +17,7 @@ def compute(cache: BlockCache, tokens: list[int], salt: str = "") -> Sequence:
     sequence = Sequence(request)
     found = cache.match(salt, tokens)
     assert cache.open(sequence.blocks, found, len(tokens))
-    sequence.listed = len(found)
+    sequence.hashed = len(found)
     cache.list_computed(sequence, len(tokens))
     sequence.computed = len(tokens)
     return sequence
@@ -37,7 +37,7 @@ def let_go(cache: BlockCache, sequence: Sequence) -> list[int]:
 
 def put_retained(cache: BlockCache, tokens: list[int], until: float) -> list[int]:
     sequence = compute(cache, tokens)
-    cache.retain(sequence.blocks[: sequence.listed], until)
+    cache.retain(sequence.blocks[: sequence.hashed], until)
     return let_go(cache, sequence)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvloom.conversation.registry import ConversationId, Turn
 from kvloom.request import Request, SamplingParams, Sequence
-from kvloom.scheduling.residency import Costs
+from kvloom.scheduling.offloader import Costs
 from support.engine_driver import Answer, Driver
 
 
@@ -112,5 +112,5 @@ NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
 
 def talks(model: Path, costs: Costs = ALWAYS_SWAP, **settings: Any) -> Talks:
     made = Talks(model, **{"kv_blocks": 256, **settings})
-    made.engine._scheduler._residency._costs = costs
+    made.engine._scheduler._offloader._costs = costs
     return made

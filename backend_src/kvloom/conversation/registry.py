@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvloom.conversation.continuation import Chat, Continuation
 from kvloom.errors import NotFound, Unavailable
-from kvloom.request import Holding, Request, Sequence, Sink
+from kvloom.request import KvState, Request, Sequence, Sink
 
 if TYPE_CHECKING:
     from kvloom.text.chat import Message
@@ -90,7 +90,7 @@ class Conversation:
     retain_s: float = 0.0
     kv: dict[str, object] | None = None
     history: "array[int]" = field(default_factory=lambda: array("i"))
-    held: Holding = field(default_factory=Holding)
+    held: KvState = field(default_factory=KvState)
     chat: Chat | None = None
     running: Turn | None = None
     new: Continuation = field(default_factory=lambda: Continuation(0, []))

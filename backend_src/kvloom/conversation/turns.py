@@ -13,7 +13,7 @@ from kvloom.conversation.preparation import Preparation
 from kvloom.conversation.registry import Conversation, ConversationId, Turn
 from kvloom.errors import Cancelled, InvalidArgument, NotFound, RequestError, as_request_error
 from kvloom.faults import logged
-from kvloom.request import FinishReason, Holding, Sequence, Sink
+from kvloom.request import FinishReason, KvState, Sequence, Sink
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class Seats(Protocol):
     def await_deadline(self, sequence: Sequence) -> None:
         """Let ``deadline`` be heard of when it passes."""
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
+    def begin(self, sequence: Sequence, sink: Sink, held: KvState, since: float) -> None:
         """Queue a sequence whose turn has come; ``settle`` is called before its final delta, ``proceed`` after it."""
 
     def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
@@ -205,7 +205,7 @@ class Turns:
         """Compute everything again after a fault: every turn's answer has ended, maybe with a fault."""
         self._running.clear()
         for conversation in self.lifecycle.register.everyone():
-            held, conversation.held, conversation.running = conversation.held, Holding(), None
+            held, conversation.held, conversation.running = conversation.held, KvState(), None
             with logged(log, "conversation %s gave its blocks back with a fault", conversation.id):
                 self._scheduler.discard(held)
             if not self.lifecycle.register.resting(conversation):

@@ -18,7 +18,7 @@ from kvloom.executor.runner import Runner
 from kvloom.faults import logged
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Delta, FinishReason, Holding, Plan, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, KvState, Plan, Sampled, Sequence, Sink
 from kvloom.scheduling.admission import Admission, Limits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.scheduling.timers import Timers
@@ -128,7 +128,7 @@ class Engine:
         full = self._admission.queue_refusal(also_waiting=self.turns.queued)
         return self._admission.retain_refusal(turn.sequence) if full is None and turn.start else full
 
-    def begin(self, sequence: Sequence, sink: Sink, held: Holding, since: float) -> None:
+    def begin(self, sequence: Sequence, sink: Sink, held: KvState, since: float) -> None:
         """Queue a sequence without asking ``refusal``; after a fault in here it has not begun.
 
         Args:
@@ -183,7 +183,7 @@ class Engine:
     def recover(self, error: RequestError) -> None:
         """After a fault outside of a step: end every answer, and trust nothing that was computed.
 
-        A plan that was not carried out may have listed blocks that nobody computed, and counted on copies.
+        A plan that was not carried out may have hashed blocks that nobody computed, and counted on copies.
         """
         self.failed_steps += 1
         self.fail_all(error)

@@ -11,7 +11,7 @@ from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Decoder
 from kvloom.request import Request, SamplingParams, Sequence, Slice
-from kvloom.scheduling.residency import Costs
+from kvloom.scheduling.offloader import Costs
 
 PREFILL_TOKENS = 128
 """Tokens of the measured prefill: enough to be bound by arithmetic, as a real one is."""

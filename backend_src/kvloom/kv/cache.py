@@ -6,12 +6,12 @@ A block is in one of three states:
 - cached: in none, but its content can still be found; the least recently used one is reclaimed first;
 - free: its content means nothing.
 
-A full block whose tokens have their keys and values computed is *listed*: found by (listing of the block before it, its
-token ids), so by everything that comes before it, and compared token by token: the hash of a dict decides nothing. The
-chain starts at a sequence's namespace. This is the prefix cache of vLLM (Kwon et al., 2023) with blocks as its unit.
+A full block whose tokens have their keys and values computed is *hashed*: found by (content id of the block before it,
+its token ids), so by everything that comes before it, and compared token by token: the hash of a dict decides nothing.
+The chain starts at a sequence's namespace. This is the prefix cache of vLLM (Kwon et al., 2023) with blocks as unit.
 
-A table never holds a listed block after one that is not listed, and tables are released from their tail. So a block is
-never reclaimed before those that continue it, and whatever is listed can be reached.
+A table never holds a hashed block after one that is not hashed, and tables are released from their tail. So a block is
+never reclaimed before those that continue it, and whatever is hashed can be reached.
 """
 
 import logging
@@ -31,10 +31,10 @@ CHECKED_AT_ONCE = 1024
 
 
 class Key(NamedTuple):
-    """What a listed block is found by.
+    """What a hashed block is found by.
 
     Attributes:
-        parent: the listing it continues, or the namespace it starts.
+        parent: the content id it continues, or the namespace it starts.
         tokens: its token ids.
     """
 
@@ -43,15 +43,15 @@ class Key(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The listed blocks that some tokens begin with.
+    """The hashed blocks that some tokens begin with.
 
     Attributes:
         blocks: in the order of the tokens.
-        listing: of the last one; None where there is none.
+        content_id: of the last one; None where there is none.
     """
 
     blocks: list[int]
-    listing: int | None
+    content_id: int | None
 
 
 class _ConstantKey(Key):
@@ -74,14 +74,14 @@ class _Block:
 
     Attributes:
         tables: how many block tables it is in.
-        key: what it is listed by; None: it is not listed.
-        listing: number of its listing, never used again for another one.
+        key: what it is hashed by; None: it is not hashed.
+        content_id: a number, never used again for another one.
         depth: blocks before it in its chain.
     """
 
     tables: int = 0
     key: Key | None = None
-    listing: int = 0
+    content_id: int = 0
     depth: int = 0
 
 
@@ -116,13 +116,13 @@ class BlockCache:
         self._free = list(range(total - 1, -1, -1))
         self._first_use = first_use
         self._unused = 0  # the first block that was never handed out
-        self._listed: dict[Key, int] = {}
-        self._listings = 0
-        # what was listed since the step began: its content is not computed yet
+        self._hashed: dict[Key, int] = {}
+        self._content_ids = 0
+        # what was hashed since the step began: its content is not computed yet
         self._fresh: list[int] = []
         # cached blocks that may be reclaimed, the next one first
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        # until when (time.monotonic()) a listed block is not reclaimed; a block's is never later than its parent's
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # until when (time.monotonic()) a hashed block is not reclaimed; a block's is never later than its parent's
         self._retained: dict[int, float] = {}
         self._next_expiry = math.inf
         # cached blocks that may not be reclaimed
@@ -136,7 +136,7 @@ class BlockCache:
     @property
     def cached(self) -> int:
         """Number of blocks that are in no table, but whose content can be found."""
-        return len(self._idle) + len(self._kept)
+        return len(self._evictable) + len(self._kept)
 
     @property
     def used(self) -> int:
@@ -149,13 +149,13 @@ class BlockCache:
         return len(self._retained)
 
     def begin(self, now: float) -> None:
-        """Begin a step: what was listed so far is computed, and what was retained until ``now`` may be reclaimed."""
+        """Begin a step: what was hashed so far is computed, and what was retained until ``now`` may be reclaimed."""
         self._fresh.clear()
         if now >= self._next_expiry:
             self._stop_retaining([block for block, until in self._retained.items() if until <= now])
 
     def match(self, namespace: str, tokens: list[int]) -> list[int]:
-        """The listed blocks that ``tokens`` begins with, the last token left out: it is always computed."""
+        """The hashed blocks that ``tokens`` begins with, the last token left out: it is always computed."""
         return self.find(namespace, tokens).blocks
 
     def find(self, namespace: str, tokens: list[int], before: Found | None = None) -> Found:
@@ -168,19 +168,19 @@ class BlockCache:
                 unless some of it is gone.
         """
         found: list[int] = []
-        listing: int | None = None
-        if before is not None and before.listing is not None:
+        content_id: int | None = None
+        if before is not None and before.content_id is not None:
             last = self._blocks[before.blocks[-1]]
-            # a block is listed no longer than those before it
-            if last.key is not None and last.listing == before.listing:
-                found, listing = list(before.blocks), before.listing
+            # a block is hashed no longer than those before it
+            if last.key is not None and last.content_id == before.content_id:
+                found, content_id = list(before.blocks), before.content_id
         for index in range(len(found), (len(tokens) - 1) // self.block_size):
-            block = self._listed.get(self._key(namespace if listing is None else listing, tokens, index))
+            block = self._hashed.get(self._key(namespace if content_id is None else content_id, tokens, index))
             if block is None:
                 break
             found.append(block)
-            listing = self._blocks[block].listing
-        return Found(found, listing)
+            content_id = self._blocks[block].content_id
+        return Found(found, content_id)
 
     def open(self, table: list[int], found: list[int], tokens: int, spare: int = 0) -> bool:
         """Fill an empty ``table`` with blocks for ``tokens`` tokens, the first of them those that ``match`` found.
@@ -189,7 +189,7 @@ class BlockCache:
             False, with nothing changed, unless ``spare`` blocks could still be handed out afterwards.
         """
         missing = blocks_for(tokens, self.block_size) - len(found)
-        if missing + spare > self._available - sum(block in self._idle for block in found):
+        if missing + spare > self._available - sum(block in self._evictable for block in found):
             return False
         for block in found:
             self._use(block)
@@ -210,46 +210,46 @@ class BlockCache:
         return True
 
     def follow(self, sequence: Sequence) -> int:
-        """Put listed blocks into a sequence's table in place of its own: what others computed is not computed again.
+        """Put hashed blocks into a sequence's table in place of its own: what others computed is not computed again.
 
         Returns:
             The number of tokens that need no computing any more.
         """
         before = sequence.computed
-        while (index := sequence.listed) < (len(sequence.tokens) - 1) // self.block_size:
+        while (index := sequence.hashed) < (len(sequence.tokens) - 1) // self.block_size:
             key = self._key_of(sequence, index)
-            block = None if key is None else self._listed.get(key)
+            block = None if key is None else self._hashed.get(key)
             if block is None:
                 break
             own = [sequence.blocks[index]]
             self._use(block)
             sequence.blocks[index] = block
             self.release(own)
-            sequence.listed += 1
-            sequence.computed = max(sequence.computed, sequence.listed * self.block_size)
+            sequence.hashed += 1
+            sequence.computed = max(sequence.computed, sequence.hashed * self.block_size)
         return sequence.computed - before
 
     def list_computed(self, sequence: Sequence, end: int) -> None:
         """List a sequence's full blocks before token ``end``, whose keys and values this step computes."""
         if not self.shares:
             return
-        while (index := sequence.listed) < end // self.block_size:
+        while (index := sequence.hashed) < end // self.block_size:
             key = self._key_of(sequence, index)
-            if key is None or key in self._listed:
+            if key is None or key in self._hashed:
                 # the same tokens, computed elsewhere: `follow` takes them over once a token after them is known
                 return
             number = sequence.blocks[index]
             block = self._blocks[number]
-            self._listings += 1
-            block.key, block.listing, block.depth = key, self._listings, index
-            self._listed[key] = number
+            self._content_ids += 1
+            block.key, block.content_id, block.depth = key, self._content_ids, index
+            self._hashed[key] = number
             self._fresh.append(number)
-            sequence.listed += 1
+            sequence.hashed += 1
 
     def drop_fresh(self) -> None:
         """Unlist what this step was to compute, because it failed."""
         for block in self._fresh:
-            self._unlist(block)
+            self._unhash(block)
         self._fresh.clear()
 
     def release(self, table: list[int]) -> None:
@@ -265,7 +265,7 @@ class BlockCache:
             elif number in self._retained:
                 self._kept.add(number)
             else:
-                self._idle[number] = None
+                self._evictable[number] = None
         table.clear()
 
     def retain(self, blocks: list[int], until: float) -> None:
@@ -274,11 +274,11 @@ class BlockCache:
         Where that is more than ``retain_limit`` allows, those whose time ends earlier make room, and the last of these
         blocks are not retained if there are too few of them. So nobody takes a pinned block's place.
         """
-        listed = [block for block in blocks if self._blocks[block].key is not None]
-        before = [block for block in listed if block in self._retained]
+        hashed = [block for block in blocks if self._blocks[block].key is not None]
+        before = [block for block in hashed if block in self._retained]
         for block in before:
             self._retained[block] = max(until, self._retained[block])
-        new = listed[len(before) :]
+        new = hashed[len(before) :]
         surplus = len(self._retained) + len(new) - self.retain_limit
         if surplus > 0:
             log.warning("retain_memory is full: %d blocks are not retained", surplus)
@@ -305,32 +305,32 @@ class BlockCache:
         return any_retained
 
     def flush(self) -> int:
-        """Forget every listing, also of blocks in use; returns how many there were."""
+        """Forget every content id, also of blocks in use; returns how many there were."""
         self.stop_retaining()
-        count = len(self._listed)
-        self._free.extend(self._idle)
-        self._idle.clear()
-        for block in list(self._listed.values()):
-            self._unlist(block)
+        count = len(self._hashed)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        for block in list(self._hashed.values()):
+            self._unhash(block)
         return count
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert that every block is in one state, and that ``tables`` and the listings agree with it."""
+        """Assert that every block is in one state, and that ``tables`` and the content ids agree with it."""
         for _ in self.check_in_parts(tables):
             pass
 
     def check_in_parts(self, tables: Iterable[list[int]]) -> Iterator[None]:
         """As ``check``, with a pause after each few blocks; it says nothing if a block changes in a pause."""
         uses = Counter(block for table in tables for block in table)
-        idle, kept, free = set(self._idle), self._kept, set(self._free)
+        evictable, kept, free = set(self._evictable), self._kept, set(self._free)
         assert self.free + self.cached + self.used == self.total, "free + cached + used is not the total"
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & idle or free & kept or idle & kept), "a block is in two states"
+        assert not (free & evictable or free & kept or evictable & kept), "a block is in two states"
         assert kept <= self._retained.keys(), "a block is kept without being retained"
-        listings: set[int] = set()
+        content_ids: set[int] = set()
         for start in range(0, self.total, CHECKED_AT_ONCE):
             yield
-            listings |= {block.listing for block in self._part(start) if block.key is not None}
+            content_ids |= {block.content_id for block in self._part(start) if block.key is not None}
         for start in range(0, self.total, CHECKED_AT_ONCE):
             yield
             for number, block in enumerate(self._part(start), start):
@@ -338,42 +338,42 @@ class BlockCache:
                     f"block {number} counts {block.tables} tables, is in {uses[number]}"
                 )
                 assert (number in free) == (block.tables == 0 and block.key is None), f"block {number}: free or not?"
-                assert (number in idle or number in kept) == (block.tables == 0 and block.key is not None)
+                assert (number in evictable or number in kept) == (block.tables == 0 and block.key is not None)
                 if block.key is not None:
-                    assert self._listed[block.key] == number, f"block {number} is not what its listing finds"
-                    assert isinstance(block.key.parent, str) or block.key.parent in listings, (
+                    assert self._hashed[block.key] == number, f"block {number} is not what its content id finds"
+                    assert isinstance(block.key.parent, str) or block.key.parent in content_ids, (
                         f"block {number} can't be reached"
                     )
-        assert len(self._listed) == len(listings), "two listings of one block"
+        assert len(self._hashed) == len(content_ids), "two content ids of one block"
 
     def _part(self, start: int) -> list[_Block]:
         return self._blocks[start : start + CHECKED_AT_ONCE]
 
     @property
     def _available(self) -> int:
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._evictable)
 
     def _key(self, parent: int | str, tokens: list[int], index: int) -> Key:
         size = self.block_size
         return self._key_type(parent, tuple(tokens[index * size : (index + 1) * size]))
 
     def _key_of(self, sequence: Sequence, index: int) -> Key | None:
-        """The key of a sequence's block; None where the block before it is not listed any more."""
+        """The key of a sequence's block; None where the block before it is not hashed any more."""
         if index == 0:
             return self._key(sequence.namespace, sequence.tokens, 0)
         parent = self._blocks[sequence.blocks[index - 1]]
-        return None if parent.key is None else self._key(parent.listing, sequence.tokens, index)
+        return None if parent.key is None else self._key(parent.content_id, sequence.tokens, index)
 
     def _use(self, number: int) -> None:
-        self._idle.pop(number, None)
+        self._evictable.pop(number, None)
         self._kept.discard(number)
         self._blocks[number].tables += 1
 
     def _take(self) -> int:
         """A block for one table: a free one, else the cached one that was not used for longest."""
         if not self._free:
-            oldest, _ = self._idle.popitem(last=False)
-            self._unlist(oldest)
+            oldest, _ = self._evictable.popitem(last=False)
+            self._unhash(oldest)
             self._free.append(oldest)
         number = self._free.pop()
         self._blocks[number].tables = 1
@@ -383,10 +383,10 @@ class BlockCache:
                 self._first_use(number)
         return number
 
-    def _unlist(self, number: int) -> None:
+    def _unhash(self, number: int) -> None:
         block = self._blocks[number]
         assert block.key is not None
-        del self._listed[block.key]
+        del self._hashed[block.key]
         block.key = None
 
     def _by_expiry(self, blocks: Iterable[int]) -> list[int]:
@@ -398,5 +398,5 @@ class BlockCache:
             del self._retained[number]
             if number in self._kept:
                 self._kept.remove(number)
-                self._idle[number] = None
+                self._evictable[number] = None
         self._next_expiry = min(self._retained.values(), default=math.inf)

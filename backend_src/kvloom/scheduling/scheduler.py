@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache, Found
-from kvloom.request import Holding, Plan, Sequence, Slice
-from kvloom.scheduling.residency import Costs, Residency
+from kvloom.request import KvState, Plan, Sequence, Slice
+from kvloom.scheduling.offloader import Costs, Offloader
 from kvloom.scheduling.waiting import Waiting
 
 AGEING_S = 5.0
@@ -22,7 +22,7 @@ AGEING_S = 5.0
 class Scheduler:
     """Owns who waits, who runs and who has which blocks.
 
-    What a conversation keeps between two turns is in the care of ``Residency``, also while a turn that goes on with it
+    What a conversation keeps between two turns is in the care of ``Offloader``, also while a turn that goes on with it
     waits. It gives way to everybody who runs or is about to.
 
     Sequences are ranked by arrival, AGEING_S earlier for each level of priority: so a waiting one gains a level in that
@@ -51,7 +51,7 @@ class Scheduler:
         self.prefix_hit = 0
         self._cache = cache
         self._host = host
-        self._residency = Residency(cache, host, costs)
+        self._offloader = Offloader(cache, host, costs)
         # every running sequence decodes in every step, so that none is starved
         self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
@@ -65,37 +65,37 @@ class Scheduler:
         """How many more sequences may run at once, if there are blocks for them."""
         return self._max_running - len(self.running)
 
-    def add(self, sequence: Sequence, held: Holding | None = None) -> None:
+    def add(self, sequence: Sequence, held: KvState | None = None) -> None:
         """Let a new sequence wait for its turn; it goes on with what was ``held`` of its first tokens."""
         request = sequence.request
         sequence.rank = (request.arrival - AGEING_S * request.priority, next(self._arrivals))
         if held is not None:
-            self._residency.leave(held)
+            self._offloader.leave(held)
             held.move_to(sequence)
-            self._residency.keep(sequence)
+            self._offloader.keep(sequence)
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting, and free what it holds."""
         self._take_out(sequence)
-        self._residency.release(sequence)
+        self._offloader.release(sequence)
 
-    def park(self, sequence: Sequence) -> Holding:
+    def park(self, sequence: Sequence) -> KvState:
         """Take a sequence out, and keep what is computed of it until ``add`` or ``discard`` gets what is returned."""
         self._take_out(sequence)
-        self._residency.leave(sequence)
-        held = Holding()
+        self._offloader.leave(sequence)
+        held = KvState()
         sequence.move_to(held)
-        self._residency.keep(held)
+        self._offloader.keep(held)
         return held
 
-    def shorten(self, held: Holding, tokens: int) -> None:
+    def shorten(self, held: KvState, tokens: int) -> None:
         """Keep no more than the first ``tokens`` tokens of what was parked."""
-        self._residency.shorten(held, tokens)
+        self._offloader.shorten(held, tokens)
 
-    def discard(self, held: Holding) -> None:
+    def discard(self, held: KvState) -> None:
         """Free what was parked."""
-        self._residency.release(held)
+        self._offloader.release(held)
 
     def plan(self) -> Plan:
         """Choose the next step: running sequences first, then admissions, within the token budget."""
@@ -114,7 +114,7 @@ class Scheduler:
                 break
             reserve += self._fills_its_blocks(admitted)
             budget -= self._slice(plan, admitted, budget)
-        self._residency.end_plan()
+        self._offloader.end_plan()
         return plan
 
     def abandon(self, plan: Plan) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
         self._cache.drop_fresh()
         # the copies may be what failed
         copied = {block for _, block in plan.swap_out}
-        self._residency.forget_copies(copied)
+        self._offloader.forget_copies(copied)
         for sequence in self.waiting:
             if not copied.isdisjoint(sequence.host_blocks):
                 self._host.give(sequence.host_blocks)
@@ -130,10 +130,10 @@ class Scheduler:
 
     def check_in_parts(self) -> Iterator[None]:
         """Assert the invariants of both pools; O(blocks), with pauses as ``BlockCache.check_in_parts``."""
-        kept = self._residency.check(self.running)
+        kept = self._offloader.check(self.running)
         preempted = set(self.waiting) - set(kept)
-        yield from self._cache.check_in_parts(holding.blocks for holding in [*self.running, *kept])
-        self._host.check([holding.host_blocks for holding in [*preempted, *kept]])
+        yield from self._cache.check_in_parts(kv_state.blocks for kv_state in [*self.running, *kept])
+        self._host.check([kv_state.host_blocks for kv_state in [*preempted, *kept]])
         assert all(not sequence.blocks for sequence in preempted), "a waiting sequence has blocks"
         assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"
 
@@ -148,11 +148,11 @@ class Scheduler:
             self.running.remove(sequence)
         request = sequence.request
         if request.retain_s and sequence.blocks:
-            # the prompt's last block, too, where an earlier request computed and listed it
+            # the prompt's last block, too, where an earlier request computed and hashed it
             self._cache.follow(sequence)
-            listed = min(sequence.listed, len(request.prompt_ids) // self._cache.block_size)
+            hashed = min(sequence.hashed, len(request.prompt_ids) // self._cache.block_size)
             until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
-            self._cache.retain(sequence.blocks[:listed], until)
+            self._cache.retain(sequence.blocks[:hashed], until)
 
     def _slice(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Plan as many of a sequence's tokens as ``budget`` allows; returns how many."""
@@ -169,7 +169,7 @@ class Scheduler:
             sequence = self.running[index]
             if self._cache.extend(sequence.blocks, len(sequence.tokens)):
                 index += 1
-            elif self._residency.give_way(plan):
+            elif self._offloader.give_way(plan):
                 continue
             elif len(self.running) > 1:
                 self._preempt(plan, self.running[-1])
@@ -179,7 +179,7 @@ class Scheduler:
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, and goes on from a copy on the host or from the tokens it knows."""
-        if self._residency.move_out(plan, sequence):
+        if self._offloader.move_out(plan, sequence):
             self.swaps += 1
             self._wait_again(sequence)
         else:
@@ -192,7 +192,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._cache.release(sequence.blocks)
-        sequence.computed = sequence.listed = 0
+        sequence.computed = sequence.hashed = 0
         sequence.preemptions += 1
         self.waiting.add(sequence)
 
@@ -214,11 +214,11 @@ class Scheduler:
             return None
         self._found_for = None
         bisect.insort(self.running, self.waiting.take(), key=lambda running: running.rank)
-        self._residency.leave(sequence)
+        self._offloader.leave(sequence)
         if found:
-            sequence.listed = len(found)
+            sequence.hashed = len(found)
             sequence.computed = len(found) * self._cache.block_size
-        self._residency.move_in(plan, sequence, len(found))
+        self._offloader.move_in(plan, sequence, len(found))
         self._cache.list_computed(sequence, sequence.computed)
         hit = self._hit(sequence, sequence.computed)
         if looked_up and self._cache.shares:
@@ -243,9 +243,9 @@ class Scheduler:
         if get():
             return True
         needed = blocks_for(len(sequence.tokens), self._cache.block_size) + reserve
-        within_reach = self._cache.total - self._cache.used + self._residency.blocks + len(found)
+        within_reach = self._cache.total - self._cache.used + self._offloader.blocks + len(found)
         while not get():
-            if needed <= within_reach and self._residency.give_way(plan, but=sequence):
+            if needed <= within_reach and self._offloader.give_way(plan, but=sequence):
                 continue
             if self.running or not self._cache.stop_retaining():
                 return False
