@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from kvloom.conversation.continuation import Chat, go_on
+from kvloom.conversation.continuation import Chat, continue_chat
 from kvloom.errors import InvalidArgument
 from kvloom.scheduling.offloader import Costs
 from kvloom.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def test_a_canonical_conversation_is_fed_the_very_ids_of_its_rendering(model, re
         chat.add([*messages[-1:], {"role": "assistant", "content": text}], rendered, len(history), len(history))
         history += answer
         messages += [{"role": "assistant", "content": text}, user("Why?")]
-        new = go_on(tokenizer, history, chat, messages[-1:], 1000)
+        new = continue_chat(tokenizer, history, chat, messages[-1:], 1000)
         assert new.keep == len(history)
         history, rendered = [*history, *new.ids], new.rendered
         assert history == reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.conversation.continuation import Chat, answer_text, go_on
+from kvloom.conversation.continuation import Chat, answer_text, continue_chat
 from kvloom.text.tokenizer import Tokenizer
 from support.some_tokenizers import sentencepiece
 from support.talks import Talks
@@ -54,7 +54,7 @@ def go_through(tokenizer, answers):
         said = {"role": "assistant", "content": answer_text(tokenizer, answer)}
         chat.add([messages[-1], said], rendered, kept, len(fed))
         history = [*fed, *answer]
-        new = go_on(tokenizer, history, chat, [user(question)], 1000)
+        new = continue_chat(tokenizer, history, chat, [user(question)], 1000)
         messages += [said, user(question)]
         fed, rendered, kept = [*history[: new.keep], *new.ids], new.rendered, new.keep
         yield fed, kept, history, messages

@@ -36,7 +36,7 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(model, stateless):
     after = driver.say(8, tokens(3, 5))
     assert str(failing.error).startswith("INTERNAL: ")
     assert str(after.error) == "NOT_FOUND: conversation 8: lost, an earlier turn failed"
-    assert len(driver.turns.lifecycle.register) == 1
+    assert len(driver.turns.manager.registry) == 1
     driver.end_all()
 
 
@@ -122,7 +122,7 @@ def test_a_turn_whose_only_delta_could_not_be_made_ends_all_the_same(model, erro
 def test_who_waits_for_the_end_of_a_replaced_conversation_hears_of_it_after_a_fault(model):
     driver, ended = talks(model), []
     driver.turn(7, tokens(1, 5), start=True, end=True)
-    driver.turns.lifecycle.end(7, lambda: ended.append(7))
+    driver.turns.manager.end(7, lambda: ended.append(7))
     # goes on under the same id: the first one runs out without one
     driver.turn(7, tokens(2, 5), start=True, max_tokens=30)
     recover_from_lost_blocks(driver)
@@ -137,7 +137,7 @@ def test_one_fault_in_a_recovery_keeps_nobody_else_waiting(model, stateless, mon
     for number in range(3):
         answers.append(driver.turn(number, tokens(number, 5), start=True, max_tokens=50))
         answers.append(driver.turn(number, tokens(number, 3)))
-        driver.turns.lifecycle.end(number, lambda number=number: 1 / 0 if number == 1 else ended.append(number))
+        driver.turns.manager.end(number, lambda number=number: 1 / 0 if number == 1 else ended.append(number))
     driver.engine.step()
 
     def fail_after(owner, method, argument):
@@ -158,7 +158,7 @@ def test_one_fault_in_a_recovery_keeps_nobody_else_waiting(model, stateless, mon
     driver.engine.recover(Internal("the engine failed"))
     assert all(answer.error is not None for answer in answers)
     assert ended == [0, 2]
-    assert [conversation.id for conversation in driver.turns.lifecycle.register] == ["idle"]
+    assert [conversation.id for conversation in driver.turns.manager.registry] == ["idle"]
     monkeypatch.undo()
     again = driver.turn("idle", tokens(8, 5))
     while driver.engine.busy:

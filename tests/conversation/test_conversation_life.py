@@ -4,10 +4,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from kvloom.conversation import turns
-from kvloom.conversation.lifecycle import Lifecycle
-from kvloom.conversation.registry import Conversations, Turn
-from kvloom.conversation.turns import Turns
+from kvloom.conversation import turn_scheduler
+from kvloom.conversation.manager import ConversationManager
+from kvloom.conversation.registry import ConversationRegistry, Turn
+from kvloom.conversation.turn_scheduler import TurnScheduler
 from kvloom.errors import Internal, InvalidArgument, NotFound, Unavailable
 from kvloom.request import Delta, FinishReason, Request, Sampled, SamplingParams, Sequence
 from support.block_rig import ALWAYS_SWAP, BLOCK, NEVER_SWAP, Rig
@@ -22,15 +22,15 @@ LENGTHS = st.sampled_from([3, 9, 1, 20])
 IDLE_S = 20.0
 
 
-class Seats(Rig):
+class TurnEngine(Rig):
     """An engine whose memory is simulated, as turns see it."""
 
     def __init__(self, most: int, **sizes: object):
         super().__init__(**sizes)
         self.triton = Triton()
-        self.register = Conversations(most, IDLE_S)
-        lifecycle = Lifecycle(self.scheduler, self.register, self.triton, None, self.post)
-        self.turns = Turns(self, self.scheduler, None, 10_000, lifecycle)
+        self.registry = ConversationRegistry(most, IDLE_S)
+        manager = ConversationManager(self.scheduler, self.registry, self.triton, None, self.post)
+        self.turns = TurnScheduler(self, self.scheduler, None, 10_000, manager)
         self.full = False
         self._sinks: dict[Sequence, object] = {}
         self._failing = False
@@ -96,8 +96,8 @@ class Life(LifeMachine):
         most=st.sampled_from([4, 2]),
     )
     def build(self, **sizes):
-        self.begin(turns)
-        self.rig = Seats(**sizes)
+        self.begin(turn_scheduler)
+        self.rig = TurnEngine(**sizes)
         # what was sent to each conversation that lives or ended with an end, in order
         self.sent: dict[object, list[Answer]] = {}
         self.everything: list[Answer] = []
@@ -105,14 +105,14 @@ class Life(LifeMachine):
     @rule(name=IDS, ids=TOKENS, length=LENGTHS, end=st.sampled_from([False] * 5 + [True]))
     def start(self, name, ids, end, length):
         # on a live id less often than chance has it: much is lost with it
-        names = [other for other in NAMES if self.rig.register.get(other) is None]
+        names = [other for other in NAMES if self.rig.registry.get(other) is None]
         self.send(names[0] if names and length != 1 else name, ids, length, True, end)
 
     @rule(turns=st.lists(st.tuples(st.integers(0, 7), TOKENS, LENGTHS, st.sampled_from([30, 0, 2])), min_size=1))
     def turn(self, turns):
         """Mostly of conversations that there are; each runs to its end before the next, or does not."""
         for number, ids, length, steps in turns:
-            names = [conversation.id for conversation in self.rig.register] or NAMES
+            names = [conversation.id for conversation in self.rig.registry] or NAMES
             self.send(names[number % len(names)], ids, length, False, False)
             self.step(steps)
 
@@ -126,18 +126,18 @@ class Life(LifeMachine):
         )
         answer = Answer()
         answer.sequence, answer.new, answer.length = Sequence(request), ids, length
-        live = self.rig.register.get(name)
-        before = {conversation: conversation.last_used for conversation in self.rig.register._idle}
+        live = self.rig.registry.get(name)
+        before = {conversation: conversation.last_used for conversation in self.rig.registry._idle}
         open_before = live is not None and not live.ending
         self.rig.turns.submit(Turn(name, answer.sequence, answer.append, start, end, kv={} if start else None))
         self.everything.append(answer)
-        conversation = self.rig.register.get(name)
+        conversation = self.rig.registry.get(name)
         if answer and isinstance(answer.error, Unavailable | NotFound):
             # refused: what was there is as before
             assert self.rig.full or start or not open_before
             assert end or conversation is live
             return
-        gone = [old for old in before if self.rig.register.get(old.id) is not old and old.id != name]
+        gone = [old for old in before if self.rig.registry.get(old.id) is not old and old.id != name]
         assert len(gone) <= 1
         for old in gone:
             assert start
@@ -161,7 +161,7 @@ class Life(LifeMachine):
 
     @rule(data=st.data(), name=IDS, how=st.sampled_from(["fail", "cancel", "cancel", "leave", "leave", "end", "full"]))
     def disturb(self, data, name, how):
-        conversation = self.rig.register.get(name)
+        conversation = self.rig.registry.get(name)
         if how == "fail":
             self.rig.failing_step()
         elif how == "cancel" and conversation is not None:
@@ -181,19 +181,19 @@ class Life(LifeMachine):
         ended = []
         if conversation is None:
             with pytest.raises(NotFound):
-                self.rig.turns.lifecycle.end(name, lambda: None)
+                self.rig.turns.manager.end(name, lambda: None)
         else:
             busy = conversation.busy
-            self.rig.turns.lifecycle.end(name, lambda: ended.append(name))
+            self.rig.turns.manager.end(name, lambda: ended.append(name))
             assert bool(ended) != busy
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def wait(self, seconds):
         self.clock.now += seconds
-        idle = {conversation: conversation.last_used for conversation in self.rig.register._idle}
-        self.rig.turns.lifecycle.expire(self.clock.now)
+        idle = {conversation: conversation.last_used for conversation in self.rig.registry._idle}
+        self.rig.turns.manager.expire(self.clock.now)
         for conversation, last_used in idle.items():
-            gone = self.rig.register.get(conversation.id) is not conversation
+            gone = self.rig.registry.get(conversation.id) is not conversation
             assert gone == (last_used + IDLE_S <= self.clock.now)
 
     @invariant()
@@ -229,9 +229,9 @@ class Life(LifeMachine):
         for answer in self.everything:
             answer.assert_one_final()
         self.each_turn_was_fed_the_history_before_it()
-        for conversation in list(self.rig.register):
-            self.rig.turns.lifecycle.end(conversation.id, lambda: None)
-        assert len(self.rig.register) == self.rig.cache.used == self.rig.host.used == 0
+        for conversation in list(self.rig.registry):
+            self.rig.turns.manager.end(conversation.id, lambda: None)
+        assert len(self.rig.registry) == self.rig.cache.used == self.rig.host.used == 0
 
 
 def test_conversation_life():
@@ -243,13 +243,13 @@ def test_conversation_life_full():
     live(Life, examples=500, operations=100)
 
 
-def seats_with_conversations(count: int, length: int, **sizes: object) -> Seats:
+def seats_with_conversations(count: int, length: int, **sizes: object) -> TurnEngine:
     """Idle conversations 0, 1, ... of so many tokens, no two with a common beginning."""
-    seats = Seats(most=10, share=False, costs=ALWAYS_SWAP, **sizes)
+    engine = TurnEngine(most=10, share=False, costs=ALWAYS_SWAP, **sizes)
     for number in range(count):
-        seats.turns.submit(turn(number, length, number, start=True))
-        finish(seats)
-    return seats
+        engine.turns.submit(turn(number, length, number, start=True))
+        finish(engine)
+    return engine
 
 
 def turn(name: int, length: int, seed: int, start: bool = False) -> Turn:
@@ -259,47 +259,47 @@ def turn(name: int, length: int, seed: int, start: bool = False) -> Turn:
     return Turn(name, Sequence(request), answer.append, start=start, kv={} if start else None)
 
 
-def finish(seats: Seats) -> None:
-    while seats.alive:
-        assert seats.step().slices
-        for sequence in [sequence for sequence in seats.alive if sequence.generated]:
-            seats.end(sequence, FinishReason.LENGTH)
+def finish(engine: TurnEngine) -> None:
+    while engine.alive:
+        assert engine.step().slices
+        for sequence in [sequence for sequence in engine.alive if sequence.generated]:
+            engine.end(sequence, FinishReason.LENGTH)
 
 
 def test_one_plan_reads_a_host_block_and_needs_another():
     """What comes back from the host must be read before another conversation is copied over it."""
     # a conversation takes two blocks, and the host has room for one
-    seats = seats_with_conversations(4, 6, blocks=6, host=2)
-    held = [seats.register.get(number).held for number in range(4)]
+    engine = seats_with_conversations(4, 6, blocks=6, host=2)
+    held = [engine.registry.get(number).held for number in range(4)]
     assert [len(one.host_blocks) for one in held] == [2, 0, 0, 0]
-    seats.turns.lifecycle.end(3, lambda: None)
+    engine.turns.manager.end(3, lambda: None)
     # the first comes back, and the next needs what the second has
-    seats.turns.submit(turn(0, 1, 5))
-    seats.turns.submit(turn(9, 6, 6, start=True))
-    plan = seats.step()
+    engine.turns.submit(turn(0, 1, 5))
+    engine.turns.submit(turn(9, 6, 6, start=True))
+    plan = engine.step()
     assert len(plan.swap_in) == 2
     assert not {host for host, _ in plan.swap_in} & {host for _, host in plan.swap_out}
-    finish(seats)
+    finish(engine)
 
 
 def test_who_comes_back_does_not_lose_its_copy_to_who_makes_room():
-    seats = seats_with_conversations(3, 6, blocks=5, host=2)
-    assert [len(seats.register.get(number).held.host_blocks) for number in range(3)] == [2, 0, 0]
-    seats.turns.submit(turn(0, 1, 5))
-    assert len(seats.step().swap_in) == 2
-    finish(seats)
+    engine = seats_with_conversations(3, 6, blocks=5, host=2)
+    assert [len(engine.registry.get(number).held.host_blocks) for number in range(3)] == [2, 0, 0]
+    engine.turns.submit(turn(0, 1, 5))
+    assert len(engine.step().swap_in) == 2
+    finish(engine)
 
 
 def test_a_queued_turn_is_answered_once():
-    seats = Seats(most=10, blocks=20)
-    seats.turns.submit(turn(0, 6, 0, start=True))
+    engine = TurnEngine(most=10, blocks=20)
+    engine.turns.submit(turn(0, 6, 0, start=True))
     queued = turn(0, 3, 1)
     deltas: list[Delta] = []
     queued.sink = deltas.append
-    seats.turns.submit(queued)
-    seats.turns.cancel(queued.sequence)
-    seats.turns.overdue(queued.sequence)
-    finish(seats)
+    engine.turns.submit(queued)
+    engine.turns.cancel(queued.sequence)
+    engine.turns.overdue(queued.sequence)
+    finish(engine)
     assert [delta.finish_reason for delta in deltas] == [FinishReason.CANCELLED]
     # what it asked is part of the conversation all the same
-    assert len(seats.register.get(0).history) == 6 + 1 + 3
+    assert len(engine.registry.get(0).history) == 6 + 1 + 3

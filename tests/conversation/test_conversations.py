@@ -88,7 +88,7 @@ def test_turns_wait_for_each_other_and_are_answered_in_order(model, stateless):
         assert answer.ids == stateless(history)
         history += answer.ids
     assert other.ids == stateless(prompts[2])
-    assert len(driver.turns.lifecycle.register) == 2
+    assert len(driver.turns.manager.registry) == 2
     driver.end_all()
 
 
@@ -135,7 +135,7 @@ def test_start_on_a_live_id_begins_anew(model, stateless):
     driver.run_all()
     assert again.ids == stateless(tokens(3, 5))
     assert driver.say(7, tokens(4, 5)).ids == stateless([*tokens(3, 5), *again.ids, *tokens(4, 5)])
-    assert len(driver.turns.lifecycle.register) == 1
+    assert len(driver.turns.manager.registry) == 1
     assert driver.engine.stats().finished == {"length": 2, "error": 2}
     driver.end_all()
 
@@ -166,7 +166,7 @@ def test_end_ends_after_its_turn(model, stateless):
     driver.run_all()
     assert last.ids == stateless([*tokens(1, 5), *first.ids, *tokens(2, 5)])
     assert again.ids == stateless(tokens(3, 5))
-    assert len(driver.turns.lifecycle.register) == 1
+    assert len(driver.turns.manager.registry) == 1
     assert ("end", 7) not in driver.triton.told
     driver.end_all()
 
@@ -176,7 +176,7 @@ def test_one_turn_conversations_do_not_count(model):
     driver.turn(1, tokens(1, 5), start=True)
     for number in range(2, 5):
         driver.turn(number, tokens(1, 5), start=True, end=True)
-    assert len(driver.turns.lifecycle.register) == 1
+    assert len(driver.turns.manager.registry) == 1
     refused = driver.turn(9, tokens(1, 5), start=True)
     assert str(refused.error) == "UNAVAILABLE: max_conversations: all 1 conversations are busy"
     driver.run_all()
@@ -191,7 +191,7 @@ def test_the_least_recently_used_is_dropped_and_hears_of_it(model, stateless):
     second = driver.say(1, tokens(3, 5))
     assert second.ids == stateless([*tokens(1, 5), *one.ids, *tokens(3, 5)])
     driver.say(3, tokens(3, 5), start=True)
-    assert len(driver.turns.lifecycle.register) == 2
+    assert len(driver.turns.manager.registry) == 2
     assert ("end", 2) not in driver.triton.told
     lost = driver.say(2, tokens(2, 5))
     assert str(lost.error) == "NOT_FOUND: conversation 2: evicted"
@@ -206,13 +206,13 @@ def test_idle_conversations_expire(model):
     now = time.monotonic()
     driver.turn("b", tokens(1, 5), start=True)
     assert now + 9 < driver.engine.wakes_at <= now + 10
-    driver.turns.lifecycle.expire(now + 9)
-    assert len(driver.turns.lifecycle.register) == 2
-    driver.turns.lifecycle.expire(now + 11)
-    assert len(driver.turns.lifecycle.register) == 1
+    driver.turns.manager.expire(now + 9)
+    assert len(driver.turns.manager.registry) == 2
+    driver.turns.manager.expire(now + 11)
+    assert len(driver.turns.manager.registry) == 1
     # the busy one is not idle, however long it takes
-    driver.turns.lifecycle.expire(now + 1000)
-    assert len(driver.turns.lifecycle.register) == 1
+    driver.turns.manager.expire(now + 1000)
+    assert len(driver.turns.manager.registry) == 1
     driver.run_all()
     assert str(driver.say("a", tokens(2, 5)).error) == "NOT_FOUND: conversation a: expired"
     driver.end_all()
@@ -269,7 +269,7 @@ def test_control(model):
     assert driver.turns.status(7).busy
     ended = []
     driver.turn(7, tokens(2, 20))
-    driver.turns.lifecycle.end(7, lambda: ended.append("first"))
+    driver.turns.manager.end(7, lambda: ended.append("first"))
     assert isinstance(driver.turn(7, tokens(2, 20)).error, NotFound)
     assert not ended
     driver.run_all()
@@ -280,9 +280,9 @@ def test_control(model):
     assert (status.tokens, status.blocks, status.busy) == (28, 2, False)
     assert 0 <= status.idle_s < 10
     driver.turns.cancel_running(7)
-    driver.turns.lifecycle.end(7, lambda: ended.append("second"))
+    driver.turns.manager.end(7, lambda: ended.append("second"))
     assert ended == ["first", "second"]
-    for op in (driver.turns.status, driver.turns.cancel_running, lambda id: driver.turns.lifecycle.end(id, None)):
+    for op in (driver.turns.status, driver.turns.cancel_running, lambda id: driver.turns.manager.end(id, None)):
         with pytest.raises(NotFound, match="^NOT_FOUND: conversation 7: unknown$"):
             op(7)
     driver.assert_idle()

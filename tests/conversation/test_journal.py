@@ -50,7 +50,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
     driver.say("once", tokens(1, 20), start=True, end=True)
     driver.say(7, tokens(2, 5))
     histories[7] += [*tokens(2, 5), *stateless([*histories[7], *tokens(2, 5)])]
-    driver.turns.lifecycle.end("ended", lambda: None)
+    driver.turns.manager.end("ended", lambda: None)
     # these are running
     driver.turn(7, tokens(3, 5))
     driver.turn("begun", tokens(4, 5), start=True)
@@ -58,7 +58,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
         driver.engine.step()
 
     after = Talks(model, journal_dir=killed(tmp_path / "first", tmp_path / "second"))
-    assert len(after.turns.lifecycle.register) == 2
+    assert len(after.turns.manager.registry) == 2
     assert set(after.triton.told) == {("start", 7), ("start", "7"), ("start", "begun")}
     after.engine.check_invariants()
     for name in (7, "7"):
@@ -75,7 +75,7 @@ def test_conversations_go_on_after_a_kill(model, stateless, tmp_path):
     after.end_all()
 
     last = Talks(model, journal_dir=killed(tmp_path / "second", tmp_path / "third"))
-    assert len(last.turns.lifecycle.register) == 0
+    assert len(last.turns.manager.registry) == 0
     driver.run_all()
     driver.end_all()
 
@@ -134,7 +134,7 @@ def test_a_half_written_record_is_not_there(tmp_path):
 def test_a_broken_disk_ends_the_journal_and_nothing_else(model, stateless, tmp_path, caplog):
     driver = Talks(model, journal_dir=tmp_path)
     first = driver.say(7, tokens(1, 20), start=True)
-    driver.turns.lifecycle._journal._base.execute("PRAGMA query_only = ON")
+    driver.turns.manager._journal._base.execute("PRAGMA query_only = ON")
     second = driver.say(7, tokens(2, 5))
     assert second.ids == stateless([*tokens(1, 20), *first.ids, *tokens(2, 5)])
     driver.say(8, tokens(2, 5), start=True)
@@ -147,7 +147,7 @@ def test_a_broken_disk_ends_the_journal_and_nothing_else(model, stateless, tmp_p
 def test_a_full_disk_and_a_folder_that_changed_take_no_answer(model, stateless, tmp_path, caplog):
     driver = Talks(model, journal_dir=tmp_path)
     first = driver.say(7, tokens(1, 20), start=True)
-    base = driver.turns.lifecycle._journal._base
+    base = driver.turns.manager._journal._base
     base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(sqlite3.OperationalError, match="full"):
         while True:

@@ -42,7 +42,7 @@ def running(talks: Talks) -> Iterator[Running]:
 CONTROLS = {
     "status": ("turns", "status"),
     "cancel": ("turns", "cancel_running"),
-    "end": ("turns.lifecycle", "end"),
+    "end": ("turns.manager", "end"),
     "flush": ("_cache", "flush"),
 }
 
@@ -100,10 +100,10 @@ def test_a_drain_ends_with_the_loop(talks):
 
 @pytest.mark.parametrize(
     ("where", "method"),
-    [("engine", "refusal"), ("lifecycle", "make_way"), ("lifecycle", "begin")],
+    [("engine", "refusal"), ("manager", "make_way"), ("manager", "begin")],
 )
 def test_a_turn_that_is_not_taken_for_a_fault_hears_of_it(running, where, method, caplog):
-    owner = running.engine if where == "engine" else running.engine.turns.lifecycle
+    owner = running.engine if where == "engine" else running.engine.turns.manager
     with mock.patch.object(owner, method, fault()):
         assert str(running.say(2, start=True).wait().error) == FAULT
     running.others_did_not_notice()
@@ -113,7 +113,7 @@ def test_a_turn_that_is_not_taken_for_a_fault_hears_of_it(running, where, method
 
 
 def test_a_turn_that_goes_on_and_is_not_taken_for_a_fault_hears_of_it(running):
-    with mock.patch.object(running.engine.turns.lifecycle, "continued", fault()):
+    with mock.patch.object(running.engine.turns.manager, "continued", fault()):
         assert str(running.say(1).wait().error) == FAULT
     running.others_did_not_notice()
 

@@ -242,8 +242,8 @@ def test_nobody_hears_of_an_end_before_the_last_delta(model, monkeypatch):
     # somebody else runs on: so there is a next step to wait for
     driver.submit([5, 6, 7], max_tokens=30)
     first = driver.turn(7, [8, 9], start=True, max_tokens=3)
-    driver.turns.lifecycle.end(7, lambda: log.append("ended"))
-    while 7 in driver.turns.lifecycle.register._live:
+    driver.turns.manager.end(7, lambda: log.append("ended"))
+    while 7 in driver.turns.manager.registry._live:
         driver.engine.step()
     assert len(first) == 2 and not log
     # a start that comes now is not undone by the end that is still on its way

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvloom.config import Settings
-from kvloom.conversation.lifecycle import Triton
+from kvloom.conversation.manager import Triton
 from kvloom.conversation.registry import only_turn
 from kvloom.engine.build import assemble
 from kvloom.errors import RequestError

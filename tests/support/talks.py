@@ -99,8 +99,8 @@ class Talks(Driver):
 
     def end_all(self) -> None:
         """End every conversation; afterwards nothing is held."""
-        for conversation in [conversation.id for conversation in self.turns.lifecycle.register]:
-            self.turns.lifecycle.end(conversation, lambda: None)
+        for conversation in [conversation.id for conversation in self.turns.manager.registry]:
+            self.turns.manager.end(conversation, lambda: None)
         self.run_all()
         self.assert_idle()
         assert self.engine.stats().blocks_swapped == 0

@@ -59,7 +59,7 @@ def answer_text(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
     return tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids, skip_special_tokens=False)
 
 
-def go_on(
+def continue_chat(
     tokenizer: "Tokenizer", history: Sequence[int], chat: Chat | None, new: "Sequence[Message]", most: int
 ) -> Continuation:
     """Continue a conversation with new messages.

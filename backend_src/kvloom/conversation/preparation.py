@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 
-from kvloom.conversation.continuation import Chat, Continuation, go_on
+from kvloom.conversation.continuation import Chat, Continuation, continue_chat
 from kvloom.conversation.registry import Conversation, Turn
 from kvloom.text.tokenizer import Tokenizer
 
@@ -60,6 +60,6 @@ class Preparation:
 
     def _continuation(self, history: "array[int]", chat: Chat | None, turn: Turn) -> Continuation:
         if turn.messages is not None:
-            return go_on(self._tokenizer, history, chat, turn.messages, self._context_length)
+            return continue_chat(self._tokenizer, history, chat, turn.messages, self._context_length)
         ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)
         return Continuation(len(history), ids)

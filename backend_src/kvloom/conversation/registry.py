@@ -109,7 +109,7 @@ class Conversation:
         return self.running is not None or bool(self.queue)
 
 
-class Conversations:
+class ConversationRegistry:
     """Finds conversations by id, and the idle ones by when they were used last.
 
     Args:

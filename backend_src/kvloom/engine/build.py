@@ -8,7 +8,7 @@ import torch
 
 from kvloom.config import Settings
 from kvloom.conversation.journal import Journal
-from kvloom.conversation.lifecycle import Triton
+from kvloom.conversation.manager import Triton
 from kvloom.engine.engine import Engine
 from kvloom.engine.measure import measure_costs
 from kvloom.errors import SettingsError

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvloom.conversation.journal import Journal
-from kvloom.conversation.lifecycle import Lifecycle, NoTriton, Triton
-from kvloom.conversation.registry import Conversations, Turn
-from kvloom.conversation.turns import Turns
+from kvloom.conversation.manager import ConversationManager, NoTriton, Triton
+from kvloom.conversation.registry import ConversationRegistry, Turn
+from kvloom.conversation.turn_scheduler import TurnScheduler
 from kvloom.engine.answer import Answer
 from kvloom.engine.observations import Observations
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
@@ -99,10 +99,10 @@ class Engine:
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._admission = Admission(limits, cache, scheduler)
-        register = Conversations(limits.max_conversations, limits.conversation_idle_s)
-        lifecycle = Lifecycle(scheduler, register, triton or NoTriton(), journal, self._post)
-        self.turns = Turns(self, scheduler, tokenizer, limits.context_length, lifecycle)
-        lifecycle.restore()
+        registry = ConversationRegistry(limits.max_conversations, limits.conversation_idle_s)
+        manager = ConversationManager(scheduler, registry, triton or NoTriton(), journal, self._post)
+        self.turns = TurnScheduler(self, scheduler, tokenizer, limits.context_length, manager)
+        manager.restore()
 
     def prepare(self, turn: Turn) -> None:
         """Do what can be done for a turn before it is taken; any thread may.
@@ -207,11 +207,11 @@ class Engine:
     @property
     def wakes_at(self) -> float:
         """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
-        return self.turns.lifecycle.register.next_expiry
+        return self.turns.manager.registry.next_expiry
 
     def tick(self) -> None:
         """Do what is due between steps."""
-        self.turns.lifecycle.expire(time.monotonic())
+        self.turns.manager.expire(time.monotonic())
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
@@ -275,7 +275,7 @@ class Engine:
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + self.turns.queued,
-            conversations=len(self.turns.lifecycle.register),
+            conversations=len(self.turns.manager.registry),
             blocks_free=self._cache.free,
             blocks_used=self._cache.used,
             blocks_cached=self._cache.cached,

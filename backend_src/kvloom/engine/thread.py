@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvloom.conversation.registry import Turn
-from kvloom.conversation.turns import Turns
+from kvloom.conversation.turn_scheduler import TurnScheduler
 from kvloom.engine.engine import Engine, Stats
 from kvloom.engine.idle_check import IdleCheck
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
@@ -139,7 +139,7 @@ class Loop:
 
         self._put(begin, failed)
 
-    def with_turns(self, act: Callable[[Turns], None], failed: Failed | None = None) -> None:
+    def with_turns(self, act: Callable[[TurnScheduler], None], failed: Failed | None = None) -> None:
         """Let the loop's thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
         self._put(lambda: act(self._engine.turns), failed)
 
@@ -185,7 +185,7 @@ class Loop:
                 if came:
                     check.disturbed()
                 elif not engine.busy and check.due <= time.monotonic():
-                    check.go_on()
+                    check.continue_chat()
                     continue
                 self._act(engine, Message(engine.tick))
                 if engine.busy:

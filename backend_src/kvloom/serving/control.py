@@ -14,7 +14,7 @@ from kvloom.serving.inputs import Inputs, json_object, one, validate
 
 if TYPE_CHECKING:
     # `generate` needs no engine
-    from kvloom.conversation.turns import Turns
+    from kvloom.conversation.turn_scheduler import TurnScheduler
     from kvloom.engine.thread import Loop
 
 PING = json.dumps({"op": "ping"})
@@ -75,12 +75,12 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
     def failed(error: RequestError) -> None:
         sink(Delta("", (), error=error))
 
-    def on_conversation(turns: "Turns") -> None:
+    def on_conversation(turns: "TurnScheduler") -> None:
         if control.op == "cancel":
             turns.cancel_running(conversation)
             reply()
         elif control.op == "end":
-            turns.lifecycle.end(conversation, reply)
+            turns.manager.end(conversation, reply)
         else:
             reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
 

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from kvloom import progress
 from kvloom.config import Settings
 from kvloom.conversation.registry import ConversationId, Turn
-from kvloom.conversation.turns import Turns
+from kvloom.conversation.turn_scheduler import TurnScheduler
 from kvloom.engine.build import Assembly, assemble
 from kvloom.engine.engine import Engine
 from kvloom.engine.thread import Loop
@@ -94,7 +94,7 @@ class LlmModel:
         return self._assembly.engine
 
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
-        self._loop.with_turns(lambda turns: turns.lifecycle.forgotten_by_triton(conversation))
+        self._loop.with_turns(lambda turns: turns.manager.forgotten_by_triton(conversation))
 
     def _receive(self, request: Any, arrival: float) -> None:
         conversation, sender, outbox = request.correlation_id(), Sender(request), self._senders.outbox()
@@ -172,13 +172,13 @@ def _flags(request: Any) -> tuple[bool, bool]:
     return bool(flags & START), bool(flags & END)
 
 
-def _refused(turns: Turns, conversation: ConversationId, end: bool) -> None:
-    turns.lifecycle.refused(conversation, end)
+def _refused(turns: TurnScheduler, conversation: ConversationId, end: bool) -> None:
+    turns.manager.refused(conversation, end)
 
 
-def _follow(turns: Turns, conversation: ConversationId, end: bool, own_call: bool) -> None:
+def _follow(turns: TurnScheduler, conversation: ConversationId, end: bool, own_call: bool) -> None:
     """Do what the flags of a control request mean for its own conversation."""
     if end and not own_call:
-        turns.lifecycle.ended_in_triton(conversation)
+        turns.manager.ended_in_triton(conversation)
     elif not end:
-        turns.lifecycle.began_in_triton(conversation)
+        turns.manager.began_in_triton(conversation)

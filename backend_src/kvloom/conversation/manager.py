@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvloom.conversation.journal import Journal
-from kvloom.conversation.registry import Conversation, ConversationId, Conversations, Loss
+from kvloom.conversation.registry import Conversation, ConversationId, ConversationRegistry, Loss
 from kvloom.errors import NotFound
 from kvloom.scheduling.scheduler import Scheduler
 
@@ -48,7 +48,7 @@ class NoTriton:
         """Nothing to undo."""
 
 
-class Lifecycle:
+class ConversationManager:
     """Begins, restores, drops and ends conversations. Their turns are not its business.
 
     Args:
@@ -63,9 +63,9 @@ class Lifecycle:
     """
 
     def __init__(
-        self, scheduler: Scheduler, register: Conversations, triton: Triton, journal: Journal | None, post: Post
+        self, scheduler: Scheduler, registry: ConversationRegistry, triton: Triton, journal: Journal | None, post: Post
     ):
-        self.register = register
+        self.registry = registry
         self._scheduler = scheduler
         self._triton = triton
         self._journal = journal
@@ -82,8 +82,8 @@ class Lifecycle:
                     found.id, found.salt, found.retain_s, found.kv, found.history, chat=found.chat
                 )
                 self._make_room()
-                self.register.add(conversation)
-                self.register.rest(conversation, now)
+                self.registry.add(conversation)
+                self.registry.rest(conversation, now)
             else:
                 # its first turn was running, or it was another model's
                 self._journal.forget(found.id)
@@ -99,11 +99,11 @@ class Lifecycle:
         Raises:
             Unavailable: there is no place; all is as before.
         """
-        old = self.register.get(conversation_id)
+        old = self.registry.get(conversation_id)
         if counted and (old is None or not old.counted):
             self._make_room()
         if old is not None:
-            self.register.detach(old)
+            self.registry.detach(old)
             self._erase(old)
         return old
 
@@ -111,7 +111,7 @@ class Lifecycle:
         """A client has started a conversation, whose id is free."""
         if self._journal is not None and conversation.counted:
             self._journal.begin(conversation)
-        self.register.add(conversation)
+        self.registry.add(conversation)
         self._tell(self._triton.taken, conversation.id)
 
     def record(self, conversation: Conversation, before: "array[int]", said: "list[Message] | None") -> None:
@@ -126,10 +126,10 @@ class Lifecycle:
             NotFound: there is none, or it is ending; the client hears of it.
         """
         try:
-            conversation = self.register.find(conversation_id)
+            conversation = self.registry.find(conversation_id)
         except NotFound:
             # what the client is about to hear; without an end flag Triton's sequence is ended by `refused`
-            self.register.forget(conversation_id)
+            self.registry.forget(conversation_id)
             raise
         if conversation.ending:
             raise NotFound(f"conversation {conversation_id}: ended by an earlier request")
@@ -142,10 +142,10 @@ class Lifecycle:
             NotFound: there is no such conversation.
         """
         try:
-            conversation = self.register.find(conversation_id)
+            conversation = self.registry.find(conversation_id)
         except NotFound:
-            if self.register.knows(conversation_id):
-                self.register.forget(conversation_id)
+            if self.registry.knows(conversation_id):
+                self.registry.forget(conversation_id)
                 self._tell(self._triton.end, conversation_id)
             raise
         conversation.on_end.append(done)
@@ -156,7 +156,7 @@ class Lifecycle:
     def close(self, conversation: Conversation) -> None:
         """A conversation is over: free what it holds."""
         try:
-            self.register.remove(conversation)
+            self.registry.remove(conversation)
             if not conversation.detached:
                 self._erase(conversation)
             self._scheduler.discard(conversation.held)
@@ -167,33 +167,33 @@ class Lifecycle:
 
     def expire(self, now: float) -> None:
         """Drop the conversations that were idle for too long."""
-        for conversation in self.register.expired(now):
+        for conversation in self.registry.expired(now):
             self._drop(conversation, "expired")
 
     def refused(self, conversation_id: ConversationId, end: bool) -> None:
         """A request to this id got an error, and nothing else has come of it; ``end`` was its flag."""
         if end:
             self.ended_in_triton(conversation_id)
-        elif not self.register.knows(conversation_id):
+        elif not self.registry.knows(conversation_id):
             # a refused start leaves Triton's sequence begun
             self._tell(self._triton.end, conversation_id)
 
     def ended_in_triton(self, conversation_id: ConversationId) -> None:
         """A client has ended this id in Triton: what is left of the conversation ends with it."""
-        self.register.forget(conversation_id)
-        conversation = self.register.get(conversation_id)
+        self.registry.forget(conversation_id)
+        conversation = self.registry.get(conversation_id)
         if conversation is not None:
             conversation.open_in_triton = False
             self.end(conversation_id, lambda: None)
 
     def began_in_triton(self, conversation_id: ConversationId) -> None:
         """Triton has a sequence of this id, by a request that begins no conversation: without one it is ended again."""
-        if not self.register.knows(conversation_id):
+        if not self.registry.knows(conversation_id):
             self._tell(self._triton.end, conversation_id)
 
     def forgotten_by_triton(self, conversation_id: ConversationId) -> None:
         """Triton has just ended this id for us; a client may have started it meanwhile."""
-        if self.register.knows(conversation_id):
+        if self.registry.knows(conversation_id):
             self._tell(self._triton.start, conversation_id)
 
     def _tell(self, what: Callable[[ConversationId], None], conversation_id: ConversationId) -> None:
@@ -202,7 +202,7 @@ class Lifecycle:
 
     def _make_room(self) -> None:
         """See to it that there may be one conversation more."""
-        oldest = self.register.room()
+        oldest = self.registry.room()
         if oldest is not None:
             self._drop(oldest, "evicted")
 
@@ -213,7 +213,7 @@ class Lifecycle:
         self._remember(conversation.id, loss)
 
     def _remember(self, conversation_id: ConversationId, loss: Loss) -> None:
-        forgotten = self.register.remember(conversation_id, loss)
+        forgotten = self.registry.remember(conversation_id, loss)
         if forgotten is not None:
             self._tell(self._triton.end, forgotten)
 
