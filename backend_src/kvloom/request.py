@@ -221,7 +221,7 @@ class Delta:
 
 
 Sink = Callable[[Delta], None]
-"""Takes an answer's deltas in order; called by the loop thread, so it must not block."""
+"""Takes an answer's deltas in order; called by the engine thread, so it must not block."""
 
 
 Banned = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]

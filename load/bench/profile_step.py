@@ -21,9 +21,9 @@ from bench.prompts import PromptSource
 from bench.variants import IN_PROCESS
 from kvloom.config import Settings
 from kvloom.conversation.registry import only_turn
-from kvloom.engine.build import assemble
+from kvloom.engine.build import build_engine
 from kvloom.engine.engine import Engine
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.executor import decode_steps, runner
 from kvloom.models import decoder
 from kvloom.models.spec import ModelSpec
@@ -83,12 +83,12 @@ def profile(settings: Settings, streams: Sequence[int], say: Callable[[str], Non
         for engine, clock, how in ((_timed_by_op, by_op, "op by op"), (_timed, replayed, "as it is served")):
             say(f"steps of {count} stream{'s' if count > 1 else ''}, {how}")
             with ExitStack() as patches:
-                loop = Loop(partial(engine, settings, clock, count, patches))
+                engine_thread = EngineThread(partial(engine, settings, clock, count, patches))
                 for _ in range(2):  # the first time, everything is new
                     clock.seconds.clear()
                     clock.steps = 0
-                    _answer(loop, source.take(count, PROMPT))
-                loop.stop()
+                    _answer(engine_thread, source.take(count, PROMPT))
+                engine_thread.stop()
         profiles.append(Profile(count, by_op, replayed))
     return profiles
 
@@ -100,7 +100,7 @@ def rows(profiles: Sequence[Profile], spec: ModelSpec, machine: Machine, setting
 
 def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *, record: bool = True) -> Engine:
     """The engine, whose steps that give each of ``streams`` sequences a token are timed."""
-    engine = assemble(settings, record=record).engine
+    engine = build_engine(settings, record=record).engine
     decodes, step = engine._runner._decodes, engine.step
     assert decodes is not None, "the profile is of a CPU"
     inputs = decodes._inputs
@@ -140,7 +140,7 @@ def _timed_by_op(settings: Settings, clock: Clock, streams: int, patches: ExitSt
     return engine
 
 
-def _answer(loop: Loop, prompts: list[list[int]]) -> None:
+def _answer(engine_thread: EngineThread, prompts: list[list[int]]) -> None:
     left = threading.Semaphore(0)
 
     def sink(delta: Delta) -> None:
@@ -151,7 +151,7 @@ def _answer(loop: Loop, prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     for prompt in prompts:
         request = Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic())
-        loop.take_turn(only_turn(request, sink))
+        engine_thread.take_turn(only_turn(request, sink))
     for _ in prompts:
         left.acquire()
 

@@ -21,7 +21,7 @@ from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
 from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.footprint import weights_bytes
-from kvloom.models.weight_conversion import served_weights
+from kvloom.models.weight_conversion import converted_weights
 from kvloom.models.weights import ModelFiles, open_model
 from kvloom.ops.native import use_native
 from kvloom.planning.dtypes import DTYPES, activations_name, weights_name
@@ -72,7 +72,7 @@ class Model:
         dtype = DTYPES[activations_name(settings)]
         spec = files.spec
         self.bytes = weights_bytes(spec, weights_name(settings), dtype)
-        self._decoder = Decoder(spec, served_weights(files, weights_name(settings), dtype, tokenizer), dtype)
+        self._decoder = Decoder(spec, converted_weights(files, weights_name(settings), dtype, tokenizer), dtype)
         geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, BLOCK_SIZE)
         self._storage = Storage(PlainCodec(dtype), geometry, WINDOW // BLOCK_SIZE, torch.device("cpu"))
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvloom_gpu.compiling import TARGETS, compiled
 from kvloom_gpu.launches import Work, triton_everywhere
-from kvloom_gpu.limits import LIMITS, NO_LIMITS, SHARED_LIMIT, Limits
+from kvloom_gpu.limits import LIMITS, NO_LIMITS, SHARED_LIMIT, DeviceLimits
 from kvloom_gpu.machine_code import MachineCode, read
 
 
@@ -65,7 +65,9 @@ class Row:
         }
 
 
-def audit(works: Iterable[Work], targets: Iterable[str] = TARGETS, limits: dict[str, Limits] = LIMITS) -> list[Row]:
+def audit(
+    works: Iterable[Work], targets: Iterable[str] = TARGETS, limits: dict[str, DeviceLimits] = LIMITS
+) -> list[Row]:
     """Compile what the works launch and judge it. A kernel that several works launch alike comes once per target."""
     rows: list[Row] = []
     seen: set[tuple[str, str]] = set()
@@ -87,7 +89,7 @@ def audit(works: Iterable[Work], targets: Iterable[str] = TARGETS, limits: dict[
     return rows
 
 
-def faults(code: MachineCode, target: str, limits: Limits) -> list[str]:
+def faults(code: MachineCode, target: str, limits: DeviceLimits) -> list[str]:
     """What a kernel's machine code is at fault with, in words."""
     found = []
     if code.spills or code.stack:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks as move_blocks
@@ -216,7 +216,7 @@ def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
     ]
     kinds = (torch.float32, torch.float32, torch.int64, torch.float32, torch.float64)
     columns = zip(zip(*params, strict=True), kinds, strict=True)
-    draws = Draws(*(torch.tensor(column, dtype=kind, device=device) for column, kind in columns))
+    draws = SamplingTensors(*(torch.tensor(column, dtype=kind, device=device) for column, kind in columns))
     poison(device)
     tokens, logprobs = pick(logits, *draws.tensors)
     yield _truth("sampling: not finite", f"V{vocab}", tokens[:2].tolist() == [NOT_FINITE] * 2)

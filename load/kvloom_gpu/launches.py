@@ -10,7 +10,7 @@ import torch
 
 import kvloom.ops.gpu
 from kvloom.executor.gpu_step import GpuStep
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
@@ -139,4 +139,4 @@ def _run(step: GpuStep, counts: list[int]) -> None:
         max_length=CHUNK,
     )
     ones = torch.ones(sequences)
-    step.run(batch, Draws(ones, ones, ones.long(), ones, ones.double()))
+    step.run(batch, SamplingTensors(ones, ones, ones.long(), ones, ones.double()))

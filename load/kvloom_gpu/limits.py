@@ -7,7 +7,7 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceLimits:
     """What is asked of a kernel beside no spills and shared memory within the target's limit.
 
     Attributes:
@@ -26,12 +26,12 @@ _HOPPER_MMA = {**_ANY_MMA, "sm_90": ("HGMMA",)}
 
 LIMITS = {
     # keys and values; beside them the block table, four bytes for each row of a tile that a thread loads
-    "_decode_split": Limits(wide=0.75, issue_util=0.30, mma=_ANY_MMA),
-    "_prefill": Limits(wide=0.75, mma=_HOPPER_MMA),
+    "_decode_split": DeviceLimits(wide=0.75, issue_util=0.30, mma=_ANY_MMA),
+    "_prefill": DeviceLimits(wide=0.75, mma=_HOPPER_MMA),
     # weights; beside them their scales, in the worst case four bytes for each 16, and the rows they are multiplied with
     # 4 bits in groups of 32 with minima take the most instructions; 8 bits, and groups of 128, about half of the slots
-    "quantized_product": Limits(wide=0.5, issue_util=0.95, mma=_ANY_MMA),
+    "quantized_product": DeviceLimits(wide=0.5, issue_util=0.95, mma=_ANY_MMA),
 }
 """By the kernel's name; whoever is not listed has only the limits that hold for all."""
 
-NO_LIMITS = Limits()
+NO_LIMITS = DeviceLimits()

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.kv.codec import BlockGeometry, PlainCodec
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
@@ -66,7 +66,7 @@ def batch_of(tokens: list[list[int]], ends: list[int], tables: list[list[int]]) 
     )
 
 
-def greedy_draws(rows: int) -> Draws:
+def greedy_draws(rows: int) -> SamplingTensors:
     """Take the likeliest token of each row."""
     zeros, ones = torch.zeros(rows), torch.ones(rows)
-    return Draws(zeros, zeros, ones.long(), ones, zeros.double())
+    return SamplingTensors(zeros, zeros, ones.long(), ones, zeros.double())

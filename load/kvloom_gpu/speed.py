@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.kv.codec import LayerCache
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.attention import paged_attention
@@ -164,8 +164,8 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
     place = torch.arange(count, device=device)
     [layer] = storage_for(shape.spec(), dtype, count // BLOCK_SIZE + 1, device).layers
     logits = torch.randn(count, sizes.vocab, device=device)
-    greedy = Draws(*(tensor.to(device) for tensor in greedy_draws(count).tensors))
-    drawn = Draws(greedy.top_p, greedy.min_p, greedy.top_k * 50, greedy.top_p * 0.9, greedy.uniform + 0.5)
+    greedy = SamplingTensors(*(tensor.to(device) for tensor in greedy_draws(count).tensors))
+    drawn = SamplingTensors(greedy.top_p, greedy.min_p, greedy.top_k * 50, greedy.top_p * 0.9, greedy.uniform + 0.5)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "norm": (lambda: add_rms_norm(residual, update, weight, 1e-5), count * hidden * (8 + 2 * size)),
         "activation": (lambda: silu_mul(gate_up), count * mlp * 3 * size),

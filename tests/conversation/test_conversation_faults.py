@@ -69,7 +69,7 @@ def failing_end(driver, sequence):
 
 
 def recover_from_lost_blocks(driver):
-    """Step until the blocks of an answer that ends can't be kept or freed, and do as the loop does."""
+    """Step until the blocks of an answer that ends can't be kept or freed, and do as the engine thread does."""
     fault = {"side_effect": ValueError("a fault")}
     with mock.patch.multiple(driver.engine._scheduler, park=mock.Mock(**fault), remove=mock.Mock(**fault)):
         with pytest.raises(ValueError, match="a fault"):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvloom.engine import build
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.errors import Internal, Unavailable
 from kvloom.executor import runner
 from kvloom.kv.transfer import copy_blocks
@@ -259,14 +259,14 @@ def test_what_a_failed_plan_promised_is_not_found_later(model, expected, monkeyp
         plan()
         raise RuntimeError("test")
 
-    loop = Loop(lambda: engine)
+    engine_thread = EngineThread(lambda: engine)
     monkeypatch.setattr(engine._scheduler, "plan", fail_once)
     answers = []
     for _ in range(2):
-        answer, done = submit(loop, PROMPTS[4], max_tokens=20, temperature=0.0)
+        answer, done = submit(engine_thread, PROMPTS[4], max_tokens=20, temperature=0.0)
         assert done.wait(60)
         answers.append(answer)
-    loop.stop()
+    engine_thread.stop()
     assert isinstance(answers[0].error, Internal)
     assert answers[1].ids == expected[4]
 

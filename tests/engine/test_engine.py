@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.errors import Internal, InvalidArgument, Unavailable
 from kvloom.request import FinishReason
 from support.engine_driver import Answer, Driver
@@ -239,11 +239,11 @@ def engine(model) -> Engine:
 
 
 def test_loop_serves_many_threads(engine, prompts, expected):
-    loop = Loop(lambda: engine)
+    engine_thread = EngineThread(lambda: engine)
     results: dict[int, Answer] = {}
 
     def client(number):
-        answer, done = submit(loop, prompts[number % 8], max_tokens=40, temperature=0.0)
+        answer, done = submit(engine_thread, prompts[number % 8], max_tokens=40, temperature=0.0)
         assert done.wait(60)
         results[number] = answer
 
@@ -252,26 +252,26 @@ def test_loop_serves_many_threads(engine, prompts, expected):
         thread.start()
     for thread in threads:
         thread.join()
-    loop.stop()
+    engine_thread.stop()
     assert {number: answer.ids for number, answer in results.items()} == {n: expected[n % 8][0] for n in range(24)}
 
 
 def test_loop_survives_a_failing_scheduler(engine, prompts, expected, monkeypatch):
-    loop = Loop(lambda: engine)
+    engine_thread = EngineThread(lambda: engine)
     monkeypatch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
-    answer, done = submit(loop, prompts[4], max_tokens=40, temperature=0.0)
+    answer, done = submit(engine_thread, prompts[4], max_tokens=40, temperature=0.0)
     assert done.wait(10)
     assert isinstance(answer.error, Internal)
     monkeypatch.undo()
-    answer, done = submit(loop, prompts[4], max_tokens=40, temperature=0.0)
+    answer, done = submit(engine_thread, prompts[4], max_tokens=40, temperature=0.0)
     assert done.wait(10)
     assert answer.ids == expected[4][0]
-    loop.stop()
+    engine_thread.stop()
 
 
 def test_stopping_the_loop_ends_every_answer(engine, prompts):
-    loop = Loop(lambda: engine)
-    answers = [submit(loop, prompts[4], max_tokens=10_000)[0] for _ in range(5)]
-    loop.stop()
+    engine_thread = EngineThread(lambda: engine)
+    answers = [submit(engine_thread, prompts[4], max_tokens=10_000)[0] for _ in range(5)]
+    engine_thread.stop()
     assert all(isinstance(answer.error, Unavailable) for answer in answers)
-    assert loop.stats.blocks_used == 0
+    assert engine_thread.stats.blocks_used == 0

@@ -35,7 +35,7 @@ def fault() -> mock.Mock:
 def running(talks: Talks) -> Iterator[Running]:
     made = Running(talks)
     yield made
-    made.loop.stop()
+    made.engine_thread.stop()
     talks.engine.check_invariants()
 
 
@@ -60,7 +60,7 @@ def test_a_control_op_that_is_a_fault_gets_an_error(running, op, caplog):
 
 
 def test_a_ping_that_is_a_fault_gets_an_error(running, caplog):
-    with mock.patch.object(running.loop, "_pulse", fault()):
+    with mock.patch.object(running.engine_thread, "_pulse", fault()):
         assert str(running.control("ping").wait().error) == FAULT
     assert "ValueError: a fault" in caplog.text
     running.others_did_not_notice()
@@ -83,17 +83,17 @@ def test_a_drain_that_meets_faults_gets_its_answer(running):
 
 def test_one_who_can_not_be_told_of_a_drains_end_keeps_no_other_waiting(running):
     heard = []
-    running.loop.drain(0.0, fault())
-    running.loop.drain(0.0, heard.append)
+    running.engine_thread.drain(0.0, fault())
+    running.engine_thread.drain(0.0, heard.append)
     running.neighbour.wait()
-    running.loop.stop()
+    running.engine_thread.stop()
     assert heard == [1]
 
 
 def test_a_drain_ends_with_the_loop(talks):
     running = Running(talks)
     drained = running.control("drain", admin_token="secret")
-    running.loop.stop()
+    running.engine_thread.stop()
     assert drained.wait().reason is FinishReason.STOP
     assert running.neighbour.wait().error is not None
 
@@ -132,7 +132,7 @@ def test_a_request_without_a_conversation_that_is_a_fault_hears_of_it(running):
     for method in ("refusal", "begin"):
         heard = Heard()
         with mock.patch.object(running.engine, method, fault()):
-            running.loop.take_turn(only_turn(heard.sequence(4).request, heard))
+            running.engine_thread.take_turn(only_turn(heard.sequence(4).request, heard))
             assert str(heard.wait().error) == FAULT
     running.others_did_not_notice()
 
@@ -168,7 +168,7 @@ def test_what_a_fault_has_broken_is_mended_for_all(running):
 def test_a_receiver_that_fails_keeps_no_other_from_hearing(running):
     failing = Heard()
     failing.append = fault()
-    running.loop.take_turn(Turn(3, failing.sequence(4), failing, start=True, end=True))
+    running.engine_thread.take_turn(Turn(3, failing.sequence(4), failing, start=True, end=True))
     deadline = time.monotonic() + 20
     while not failing.append.called:
         assert time.monotonic() < deadline

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.engine import idle_check
 from kvloom.engine.engine import Engine
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from support.engine_driver import Driver
 from support.tiny_models import make_tiny
 from support.waiting import submit
@@ -39,24 +39,24 @@ def checks(engine, monkeypatch) -> Checks:
 
 
 @pytest.fixture
-def loop(engine, checks) -> Iterator[Loop]:
-    running = Loop(lambda: engine)
+def engine_thread(engine, checks) -> Iterator[EngineThread]:
+    running = EngineThread(lambda: engine)
     yield running
     running.stop()
 
 
-def ask(loop: Loop) -> None:
-    assert submit(loop, [5, 6, 7], max_tokens=3)[1].wait(60)
+def ask(engine_thread: EngineThread) -> None:
+    assert submit(engine_thread, [5, 6, 7], max_tokens=3)[1].wait(60)
 
 
-def test_an_engine_is_checked_only_when_it_is_quiet(loop, checks, monkeypatch):
+def test_an_engine_is_checked_only_when_it_is_quiet(engine_thread, checks, monkeypatch):
     monkeypatch.setattr(idle_check, "QUIET_S", 3600.0)
     # each answer leaves the engine idle
     for _ in range(5):
-        ask(loop)
+        ask(engine_thread)
     assert checks.begun == 0
     monkeypatch.setattr(idle_check, "QUIET_S", 0.0)
-    ask(loop)
+    ask(engine_thread)
     assert checks.ended.wait(60)
 
 
@@ -70,19 +70,19 @@ def test_a_request_does_not_wait_for_the_rest_of_a_check(engine, monkeypatch):
             yield
 
     monkeypatch.setattr(engine, "check_in_parts", endless)
-    loop = Loop(lambda: engine)
+    engine_thread = EngineThread(lambda: engine)
     for _ in range(3):
         begun.clear()
-        ask(loop)
+        ask(engine_thread)
         assert begun.wait(60)
-    loop.stop()
+    engine_thread.stop()
 
 
-def test_what_changes_between_two_parts_of_a_check_is_no_fault(loop, checks, monkeypatch, caplog):
+def test_what_changes_between_two_parts_of_a_check_is_no_fault(engine_thread, checks, monkeypatch, caplog):
     """A check that went on over a change would take it for a leak."""
     monkeypatch.setattr(idle_check, "QUIET_S", 0.0)
     for _ in range(8):
-        ask(loop)
+        ask(engine_thread)
     assert checks.ended.wait(60)
     assert checks.begun > 1
     assert not caplog.records
@@ -94,7 +94,7 @@ def test_a_part_of_a_check_is_short(engine):
     assert parts >= 2 * 4096 / 1024
 
 
-def test_a_leak_is_told_of_when_it_is_quiet(loop, engine, monkeypatch, caplog):
+def test_a_leak_is_told_of_when_it_is_quiet(engine_thread, engine, monkeypatch, caplog):
     monkeypatch.setattr(idle_check, "QUIET_S", 0.0)
     told = threading.Event()
     recover = engine.recover
@@ -106,6 +106,6 @@ def test_a_leak_is_told_of_when_it_is_quiet(loop, engine, monkeypatch, caplog):
         release(table)
 
     monkeypatch.setattr(engine._cache, "release", leak)
-    ask(loop)
+    ask(engine_thread)
     assert told.wait(60)
     assert "the engine failed outside a step" in caplog.text

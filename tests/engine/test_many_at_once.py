@@ -25,7 +25,7 @@ def running(model: Path) -> Iterator[Running]:
     talks = Talks(model, kv_blocks=1024)
     made = Running(talks)
     yield made
-    made.loop.stop()
+    made.engine_thread.stop()
     talks.engine.check_invariants()
 
 
@@ -46,10 +46,10 @@ def test_messages_that_come_together_are_acted_on_between_many_steps(running, mo
     monkeypatch.setattr(thread, "SHARE", 0.0)
     wait_for_more(running.neighbour)
     gate, seen = threading.Event(), []
-    # while the loop is held up, everything arrives
-    running.loop.with_turns(lambda _: gate.wait(60))
+    # while the engine thread is held up, everything arrives
+    running.engine_thread.with_turns(lambda _: gate.wait(60))
     for _ in range(20):
-        running.loop.with_turns(lambda _: seen.append(len(running.neighbour)))
+        running.engine_thread.with_turns(lambda _: seen.append(len(running.neighbour)))
     gate.set()
     wait_until(lambda: len(seen) == 20)
     assert len(set(seen)) == 20, "a step for each, at least"
@@ -138,7 +138,7 @@ def test_a_drain_waits_for_what_is_rendered(running, held):
     slow = running.chat(2, "And the dog?")
     assert held.begun.wait(60)
     drained = running.control("drain", admin_token="secret")
-    running.loop.cancel(running.neighbour.asked)
+    running.engine_thread.cancel(running.neighbour.asked)
     running.neighbour.wait()
     assert not drained
     held.continue_chat.set()
@@ -149,11 +149,11 @@ def test_a_drain_waits_for_what_is_rendered(running, held):
 def test_a_stop_ends_what_is_rendered(running, held):
     slow, queued = running.chat(2, "And the dog?"), running.chat(2, "Why?")
     assert held.begun.wait(60)
-    running.loop.drain(0.0, lambda _: held.continue_chat.set())
-    running.loop.stop()
+    running.engine_thread.drain(0.0, lambda _: held.continue_chat.set())
+    running.engine_thread.stop()
     for turn in (slow, queued):
         assert isinstance(turn.wait().error, Unavailable)
-    assert running.loop.stats.waiting == 0
+    assert running.engine_thread.stats.waiting == 0
 
 
 def test_a_template_that_refuses_leaves_the_conversation_as_it_was(running, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.conversation.registry import only_turn
-from kvloom.engine.engine import Engine, Limits
+from kvloom.engine.engine import Engine, EngineLimits
 from kvloom.executor.decode_steps import DecodeSteps
 from kvloom.executor.runner import Runner
 from kvloom.kv.blocks import BlockPool
@@ -64,7 +64,7 @@ def run(decoder: NoModel, rows: int, prompt: int, params: SamplingParams, logpro
     storage, host_storage = (Storage(PlainCodec(torch.bfloat16), geometry, n, torch.device("cpu")) for n in (BLOCKS, 0))
     cache, host = BlockCache(BLOCKS, BLOCK_SIZE), BlockPool(0)
     scheduler = Scheduler(cache, host, Costs(1.0, 1.0), max_running=64, max_batch_tokens=32 * prompt)
-    limits = Limits(context_length=8192, vocab_size=VOCAB, max_queue=64, kv_dtype="bf16")
+    limits = EngineLimits(context_length=8192, vocab_size=VOCAB, max_queue=64, kv_dtype="bf16")
     decodes = DecodeSteps(decoder, storage.layers, 64, limits.context_length, record=False)
     runner = Runner(decoder, storage, host_storage, BLOCK_SIZE, decodes)
     engine = Engine(runner, scheduler, cache, host, default_tokenizer(), limits)

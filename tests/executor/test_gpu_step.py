@@ -12,7 +12,7 @@ from kvloom.errors import Internal, SettingsError
 from kvloom.executor.gpu_runner import GpuRunner
 from kvloom.executor.graphs import DecodeGraphs, graph_sizes
 from kvloom.executor.next_step import NextStep
-from kvloom.executor.step_buffers import Draws, StepBuffers
+from kvloom.executor.step_buffers import SamplingTensors, StepBuffers
 from kvloom.models.decoder import Batch
 from kvloom.planning.placement import with_device
 from kvloom.scheduling.scheduler import Costs
@@ -29,9 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny") / "model", heads=6, kv_heads=2)
 
 
-def draws(rows: int) -> Draws:
+def draws(rows: int) -> SamplingTensors:
     ones = torch.ones(rows)
-    return Draws(ones, 0 * ones, torch.full((rows,), 5), ones, 0.5 * ones.double())
+    return SamplingTensors(ones, 0 * ones, torch.full((rows,), 5), ones, 0.5 * ones.double())
 
 
 def decode_batch(lengths: list[int], width: int = 3) -> Batch:
@@ -61,7 +61,7 @@ def test_a_step_arrives_as_it_was_sent():
     for name in ("tokens", "positions", "slots", "query_starts", "seq_lens", "logit_rows"):
         assert torch.equal(getattr(got, name), getattr(sent, name)), name
     assert torch.equal(got.block_tables[:, :3], sent.block_tables)
-    for name in Draws.__slots__:
+    for name in SamplingTensors.__slots__:
         assert torch.equal(getattr(buffers.draws(3), name), getattr(drawn, name)), name
 
 

@@ -6,7 +6,7 @@ from kvloom_gpu import launches
 from kvloom_gpu.audit import Row, audit
 from kvloom_gpu.compiling import TARGETS
 from kvloom_gpu.launches import Work
-from kvloom_gpu.limits import LIMITS, Limits
+from kvloom_gpu.limits import LIMITS, DeviceLimits
 from kvloom_gpu.op_launches import op_works
 from support.audited_kernels import crowded, large, row_sums
 
@@ -19,7 +19,7 @@ SOME_OPS = {
     "int4 by 128 4096 to 4096, 64 rows",
     "rows of int8",
 }
-STREAMING = {"_row_sums": Limits(wide=0.75, issue_util=0.5)}
+STREAMING = {"_row_sums": DeviceLimits(wide=0.75, issue_util=0.5)}
 
 
 def judged(work, target: str = "sm_90", limits=STREAMING) -> Row:
@@ -59,7 +59,7 @@ def test_too_much_shared_memory_is_found():
 
 
 def test_a_missing_matrix_instruction_is_found():
-    limits = {"_row_sums": Limits(mma={"sm_90": ("HGMMA",)})}
+    limits = {"_row_sums": DeviceLimits(mma={"sm_90": ("HGMMA",)})}
     assert judged(lambda: row_sums(aligned=True), limits=limits).faults == ["matrix instruction: None, not HGMMA"]
 
 

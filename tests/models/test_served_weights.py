@@ -13,7 +13,7 @@ from kvloom.models.fetch import default_model
 from kvloom.models.footprint import weights_bytes
 from kvloom.models.smoothing import MOST_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
 from kvloom.models.spec import tensor_shapes
-from kvloom.models.weight_conversion import ServedWeights, served_weights
+from kvloom.models.weight_conversion import ServedWeights, converted_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 from kvloom.ops.linear_int8 import WIDE_GROUP, Int8Weight
@@ -127,7 +127,7 @@ def test_weights_take_what_was_planned(tmp_path, weights, tied):
     files = open_model(to_gguf(folder, tmp_path / "m.gguf", GgmlType.Q4_1) if weights == "int4" else folder)
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     tokenizer = Tokenizer.from_folder(folder)
-    decoder = Decoder(files.spec, served_weights(files, weights, dtype, tokenizer), dtype)
+    decoder = Decoder(files.spec, converted_weights(files, weights, dtype, tokenizer), dtype)
     assert held_bytes(decoder) == weights_bytes(files.spec, weights, dtype)
 
 
@@ -136,7 +136,7 @@ def test_an_embedding_that_fills_no_panel_takes_what_was_planned(tmp_path, weigh
     folder = make_tiny(tmp_path, **WIDE, tied=False, vocab_size=410)
     files = open_model(folder)
     decoder = Decoder(
-        files.spec, served_weights(files, weights, torch.bfloat16, Tokenizer.from_folder(folder)), torch.bfloat16
+        files.spec, converted_weights(files, weights, torch.bfloat16, Tokenizer.from_folder(folder)), torch.bfloat16
     )
     assert held_bytes(decoder) == weights_bytes(files.spec, weights, torch.bfloat16)
 

@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from kvloom.admin import admits, digest, digests
-from kvloom.engine.thread import Loop, Pulse
+from kvloom.engine.thread import EngineThread, Pulse
 from kvloom.errors import InvalidArgument, Unavailable
 from kvloom.request import FinishReason
 from kvloom.serving.control import Control, act
@@ -27,28 +27,28 @@ TOKEN = "let me"
 PROMPT = (5, 6)
 
 
-# the loop
+# the engine thread
 
 
 @pytest.fixture
-def loop(tmp_path) -> Iterator[Loop]:
+def engine_thread(tmp_path) -> Iterator[EngineThread]:
     engine = Driver(make_tiny(tmp_path / "model", max_position_embeddings=4096), kv_blocks=1024).engine
-    running = Loop(lambda: engine)
+    running = EngineThread(lambda: engine)
     yield running
     running.stop()
 
 
-def drain(loop: Loop, timeout_s: float = float("inf")) -> "list[int]":
+def drain(engine_thread: EngineThread, timeout_s: float = float("inf")) -> "list[int]":
     """Begin to drain; the list gets how many answers were cut short, in the end."""
     cut_short: list[int] = []
-    loop.drain(timeout_s, cut_short.append)
+    engine_thread.drain(timeout_s, cut_short.append)
     return cut_short
 
 
-def pulse(loop: Loop) -> Pulse:
+def pulse(engine_thread: EngineThread) -> Pulse:
     found: list[Pulse] = []
     told = threading.Event()
-    loop.ping(lambda pulse: (found.append(pulse), told.set()))
+    engine_thread.ping(lambda pulse: (found.append(pulse), told.set()))
     assert told.wait(10)
     return found[0]
 
@@ -60,11 +60,11 @@ def wait_for(list_: list) -> None:
         time.sleep(0.005)
 
 
-def test_running_answers_end_and_new_ones_are_refused(loop):
-    running, _ = submit(loop, PROMPT, max_tokens=300)
+def test_running_answers_end_and_new_ones_are_refused(engine_thread):
+    running, _ = submit(engine_thread, PROMPT, max_tokens=300)
     wait_for(running)
-    first, second = drain(loop), drain(loop)
-    late, refused = submit(loop, PROMPT, max_tokens=5)
+    first, second = drain(engine_thread), drain(engine_thread)
+    late, refused = submit(engine_thread, PROMPT, max_tokens=5)
     assert refused.wait(10)
     assert isinstance(late.error, Unavailable)
     assert str(late.error) == "UNAVAILABLE: the server is shutting down and takes no new requests"
@@ -72,23 +72,23 @@ def test_running_answers_end_and_new_ones_are_refused(loop):
     assert (first, second) == ([0], [0])
     assert running.reason is FinishReason.LENGTH  # when drain says so, it has its end
     assert len(running.ids) == 300
-    assert pulse(loop).draining
+    assert pulse(engine_thread).draining
 
 
-def test_an_idle_loop_is_drained_at_once(loop):
-    cut_short = drain(loop)
+def test_an_idle_loop_is_drained_at_once(engine_thread):
+    cut_short = drain(engine_thread)
     wait_for(cut_short)
     assert cut_short == [0]
-    refused = submit(loop, PROMPT, max_tokens=5)[0]
+    refused = submit(engine_thread, PROMPT, max_tokens=5)[0]
     wait_for(refused)
     assert isinstance(refused.error, Unavailable)
 
 
-def test_what_takes_too_long_is_cut_short(loop):
-    answers = [submit(loop, PROMPT, max_tokens=4000)[0] for _ in range(3)]
+def test_what_takes_too_long_is_cut_short(engine_thread):
+    answers = [submit(engine_thread, PROMPT, max_tokens=4000)[0] for _ in range(3)]
     wait_for(answers[0])
     start = time.monotonic()
-    cut_short = drain(loop, 0.2)
+    cut_short = drain(engine_thread, 0.2)
     wait_for(cut_short)
     assert time.monotonic() - start >= 0.2
     assert cut_short == [3]
@@ -96,11 +96,11 @@ def test_what_takes_too_long_is_cut_short(loop):
         assert str(answer.error) == "UNAVAILABLE: the server is shutting down; the answer was cut short"
 
 
-def test_a_drain_ends_also_when_the_engine_fails_meanwhile(loop, monkeypatch):
-    answer, _ = submit(loop, PROMPT, max_tokens=4000)
+def test_a_drain_ends_also_when_the_engine_fails_meanwhile(engine_thread, monkeypatch):
+    answer, _ = submit(engine_thread, PROMPT, max_tokens=4000)
     wait_for(answer)
-    monkeypatch.setattr(loop._engine._scheduler, "plan", lambda: 1 / 0)
-    cut_short = drain(loop)
+    monkeypatch.setattr(engine_thread._engine._scheduler, "plan", lambda: 1 / 0)
+    cut_short = drain(engine_thread)
     wait_for(cut_short)
     assert cut_short == [0]
     assert answer.error is not None
@@ -109,32 +109,32 @@ def test_a_drain_ends_also_when_the_engine_fails_meanwhile(loop, monkeypatch):
 # what a ping says
 
 
-def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(loop, monkeypatch):
-    assert pulse(loop) == Pulse(0.0, 0, False)
-    engine = loop._engine
-    answer, done = submit(loop, PROMPT, max_tokens=4000)
+def test_a_pulse_tells_of_steps_that_finish_fail_or_never_come(engine_thread, monkeypatch):
+    assert pulse(engine_thread) == Pulse(0.0, 0, False)
+    engine = engine_thread._engine
+    answer, done = submit(engine_thread, PROMPT, max_tokens=4000)
     wait_for(answer)
-    assert pulse(loop).since_step_s < 1.0
+    assert pulse(engine_thread).since_step_s < 1.0
     with monkeypatch.context() as patch:
         patch.setattr(engine, "step", lambda: time.sleep(0.01))  # goes round and gets nowhere
         deadline = time.monotonic() + 60
-        while pulse(loop).since_step_s <= 0.4:
+        while pulse(engine_thread).since_step_s <= 0.4:
             assert time.monotonic() < deadline
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", lambda slices: 1 / 0)
         assert done.wait(10)
-        assert pulse(loop) == Pulse(0.0, 1, False)
-        submit(loop, PROMPT, max_tokens=5)[1].wait(10)
-        assert pulse(loop).failed_steps == 2
-    assert submit(loop, PROMPT, max_tokens=5)[1].wait(10)
-    assert pulse(loop) == Pulse(0.0, 0, False)
+        assert pulse(engine_thread) == Pulse(0.0, 1, False)
+        submit(engine_thread, PROMPT, max_tokens=5)[1].wait(10)
+        assert pulse(engine_thread).failed_steps == 2
+    assert submit(engine_thread, PROMPT, max_tokens=5)[1].wait(10)
+    assert pulse(engine_thread) == Pulse(0.0, 0, False)
 
 
-def test_idle_time_does_not_count_for_what_comes_after_it(loop, monkeypatch):
+def test_idle_time_does_not_count_for_what_comes_after_it(engine_thread, monkeypatch):
     time.sleep(0.5)
-    monkeypatch.setattr(loop._engine, "step", lambda: time.sleep(0.01))
-    submit(loop, PROMPT, max_tokens=5)
-    assert pulse(loop).since_step_s < 0.3
+    monkeypatch.setattr(engine_thread._engine, "step", lambda: time.sleep(0.01))
+    submit(engine_thread, PROMPT, max_tokens=5)
+    assert pulse(engine_thread).since_step_s < 0.3
 
 
 # who may

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvloom.errors import InvalidArgument
-from kvloom.scheduling.admission import Limits
+from kvloom.scheduling.admission import EngineLimits
 from kvloom.serving import inputs
 from kvloom.serving.intake import READERS, Intake
 from kvloom.text import chat
@@ -91,7 +91,7 @@ def test_a_text_that_no_context_holds_is_refused_at_once():
 
 
 def test_token_ids_that_do_not_fit_are_counted_only():
-    limits = Limits(context_length=16, vocab_size=300, max_queue=1, kv_dtype="fp32")
+    limits = EngineLimits(context_length=16, vocab_size=300, max_queue=1, kv_dtype="fp32")
     limits.check_length(15)
     with pytest.raises(InvalidArgument, match="prompt: has 16 tokens; context_length 16 takes at most 15"):
         limits.check_length(16)

@@ -309,32 +309,32 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
     ended: list[int] = []
     llm.script = {"ping": ping}
-    link = serving.self_calls.Link("secret", ended.append)
-    link.end(1)
-    link.end(2)
+    self_calls = serving.self_calls.SelfCalls("secret", ended.append)
+    self_calls.end(1)
+    self_calls.end(2)
     wait_until(lambda: sorted(ended) == [1, 2])
-    link.stop()
+    self_calls.stop()
 
 
 @pytest.mark.parametrize("taken_in", ["call", "pause"])
 def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving, llm, monkeypatch, taken_in):
-    link = serving.self_calls.Link("secret", lambda conversation: None)
-    wait = link._stopping.wait
+    self_calls = serving.self_calls.SelfCalls("secret", lambda conversation: None)
+    wait = self_calls._stopping.wait
 
     def pause(seconds: float) -> bool:
         if taken_in == "pause":
-            link.taken(1)
+            self_calls.taken(1)
         return wait(seconds)
 
     def ping() -> Iterator[Response]:
         if taken_in == "call":
-            link.taken(1)
+            self_calls.taken(1)
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(link._stopping, "wait", pause)
+    monkeypatch.setattr(self_calls._stopping, "wait", pause)
     monkeypatch.setattr(serving.self_calls, "RETRY_S", 0.01)
     llm.script = {"ping": ping}
-    link.end(1)
+    self_calls.end(1)
     time.sleep(0.3)
-    link.stop()
+    self_calls.stop()
     assert llm.ops == ["ping"]

@@ -37,9 +37,9 @@ def apply_options(config: pytest.Config) -> None:
     if _hidden:
         for directory in reversed(os.get_exec_path()):
             for program in Path(directory).glob("*"):
-                link = folder / program.name
-                link.unlink(missing_ok=True)
-                link.symlink_to(program)
+                self_calls = folder / program.name
+                self_calls.unlink(missing_ok=True)
+                self_calls.symlink_to(program)
         for name in COMPILERS:
             (folder / name).unlink(missing_ok=True)
         os.environ["PATH"] = str(folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvloom.config import Settings
 from kvloom.conversation.manager import Triton
 from kvloom.conversation.registry import only_turn
-from kvloom.engine.build import assemble
+from kvloom.engine.build import build_engine
 from kvloom.errors import RequestError
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence, Usage
 
@@ -49,9 +49,9 @@ class Driver:
 
     def __init__(self, model: Path, triton: Triton | None = None, **settings: object):
         chosen = {"model": model, "weights": "fp32", "block_size": 16, "kv_blocks": 64, "threads": 1, **settings}
-        assembly = assemble(Settings.parse({key: str(value) for key, value in chosen.items()}), triton)
-        self.engine = assembly.engine
-        self.tokenizer = assembly.tokenizer
+        built = build_engine(Settings.parse({key: str(value) for key, value in chosen.items()}), triton)
+        self.engine = built.engine
+        self.tokenizer = built.tokenizer
 
     def submit(self, prompt_ids: Iterable[int], request_id: str = "", **fields: object) -> tuple[Sequence, Answer]:
         """Queue a request; fields that are no attribute of a Request are sampling parameters."""

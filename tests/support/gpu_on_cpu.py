@@ -31,7 +31,7 @@ class Recorder:
 def runner_factory(
     tokens: int, sequences: int, context_length: int, record: Recorder | None
 ) -> Callable[[Decoder, Storage, Storage, int, DecodeSteps], Runner]:
-    """What takes ``Runner``'s place in ``assemble``; without a recorder every step is eager."""
+    """What takes ``Runner``'s place in ``build_engine``; without a recorder every step is eager."""
 
     def make(decoder: Decoder, storage: Storage, host: Storage, block_size: int, _: DecodeSteps) -> Runner:
         step = GpuStep(decoder, storage.layers, tokens, sequences, context_length, torch.device("cpu"))

@@ -4,7 +4,7 @@ import threading
 import time
 
 from kvloom.conversation.registry import Turn
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.request import Delta, FinishReason, Request, SamplingParams, Sequence
 from kvloom.serving.control import Control, act
 from support.engine_driver import Answer
@@ -41,13 +41,13 @@ class Running:
     def __init__(self, talks: Talks):
         self.talks = talks
         self.engine = talks.engine
-        self.loop = Loop(lambda: self.engine)
+        self.engine_thread = EngineThread(lambda: self.engine)
         self.neighbour = self.say(1, max_tokens=4000, start=True)
         assert self.neighbour.begun.wait(60)
 
     def say(self, conversation: int, max_tokens: int = 4, **flags: bool) -> Heard:
         heard = Heard()
-        self.loop.take_turn(Turn(conversation, heard.sequence(max_tokens), heard, **flags))
+        self.engine_thread.take_turn(Turn(conversation, heard.sequence(max_tokens), heard, **flags))
         return heard
 
     def chat(self, conversation: int, text: str, max_tokens: int = 4, start: bool = False) -> Heard:
@@ -56,15 +56,15 @@ class Running:
         tokenizer = self.talks.tokenizer
         rendered = tokenizer.render_chat(messages) if start else ""
         sequence = heard.sequence(max_tokens, tuple(tokenizer.encode_rendered(rendered)) if start else ())
-        self.loop.take_turn(Turn(conversation, sequence, heard, start, messages=messages, rendered=rendered))
+        self.engine_thread.take_turn(Turn(conversation, sequence, heard, start, messages=messages, rendered=rendered))
         return heard
 
     def control(self, op: str, conversation: int = 1, **keys: object) -> Heard:
         heard = Heard()
-        act(Control(op=op, **keys), conversation, self.loop, "fp32", "secret", heard)
+        act(Control(op=op, **keys), conversation, self.engine_thread, "fp32", "secret", heard)
         return heard
 
     def others_did_not_notice(self) -> None:
-        self.loop.cancel(self.neighbour.asked)
+        self.engine_thread.cancel(self.neighbour.asked)
         assert self.neighbour.wait().reason is FinishReason.CANCELLED
         assert self.say(1).wait().reason is FinishReason.LENGTH

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Iterable
 
 from kvloom.conversation.registry import only_turn
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.request import Delta, Request, SamplingParams
 from support.engine_driver import Answer
 
 
-def submit(loop: Loop, prompt: Iterable[int], **params: object) -> tuple[Answer, threading.Event]:
+def submit(engine_thread: EngineThread, prompt: Iterable[int], **params: object) -> tuple[Answer, threading.Event]:
     """Ask; the event is set when the answer is over."""
     answer, done = Answer(), threading.Event()
 
@@ -19,5 +19,5 @@ def submit(loop: Loop, prompt: Iterable[int], **params: object) -> tuple[Answer,
             done.set()
 
     asked = SamplingParams.model_validate({"ignore_eos": True, **params})
-    loop.take_turn(only_turn(Request(id="", prompt_ids=tuple(prompt), params=asked, arrival=0.0), sink))
+    engine_thread.take_turn(only_turn(Request(id="", prompt_ids=tuple(prompt), params=asked, arrival=0.0), sink))
     return answer, done

@@ -1,4 +1,4 @@
-"""Conversations from their start to their end, told to Triton and to the journal. Used by the loop's thread only."""
+"""Conversations from their start to their end, told to Triton and to the journal. Used by the engine thread only."""
 
 import time
 from array import array

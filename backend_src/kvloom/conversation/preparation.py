@@ -9,7 +9,7 @@ from kvloom.conversation.registry import Conversation, Turn
 from kvloom.text.tokenizer import Tokenizer
 
 Background = Callable[[Callable[[], None], Callable[[], None]], None]
-"""Calls the first function in another thread, then the second in the loop's. The first one raises nothing."""
+"""Calls the first function in another thread, then the second in the engine thread's. The first one raises nothing."""
 
 
 class Preparation:

@@ -1,4 +1,4 @@
-"""Which conversations there are, and what each is made of. Plain data, used by the loop's thread only."""
+"""Which conversations there are, and what each is made of. Plain data, used by the engine thread only."""
 
 import uuid
 from array import array

@@ -1,4 +1,4 @@
-"""The turns of conversations: which one runs, what it is fed, what remains of it. Used by the loop's thread only."""
+"""The turns of conversations: which one runs, what it is fed, what remains of it. Used by the engine thread only."""
 
 import logging
 import time

@@ -22,7 +22,7 @@ from kvloom.kv.pages import PagesAhead
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Decoder
 from kvloom.models.fetch import cache_folder, default_model
-from kvloom.models.weight_conversion import served_weights
+from kvloom.models.weight_conversion import converted_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native, use_torch
 from kvloom.planning.dtypes import CODECS, DTYPES, activations_name
@@ -31,21 +31,21 @@ from kvloom.planning.placement import free_on, with_device
 from kvloom.planning.plan import plan_memory
 from kvloom.private import trusted_folder
 from kvloom.progress import phase
-from kvloom.scheduling.admission import Limits
+from kvloom.scheduling.admission import EngineLimits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class BuiltEngine:
     """An engine, the tokenizer of its model, and what the engine takes."""
 
     engine: Engine
     tokenizer: Tokenizer
-    limits: Limits
+    limits: EngineLimits
 
 
-def assemble(settings: Settings, triton: Triton | None = None, *, record: bool = True) -> Assembly:
+def build_engine(settings: Settings, triton: Triton | None = None, *, record: bool = True) -> BuiltEngine:
     """Load the model and build everything around it.
 
     Args:
@@ -74,7 +74,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
     tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    decoder = Decoder(spec, served_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
+    decoder = Decoder(spec, converted_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     phase("warming up: measuring what computing and copying cost")
@@ -99,7 +99,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
         decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length, record=record)
         runner = Runner(decoder, storage, host_storage, settings.block_size, decodes)
     scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
-    limits = Limits(
+    limits = EngineLimits(
         context_length=plan.context_length,
         vocab_size=spec.vocab_size,
         max_queue=settings.max_queue,
@@ -113,7 +113,7 @@ def assemble(settings: Settings, triton: Triton | None = None, *, record: bool =
         runner, scheduler, cache, host, tokenizer, limits, triton, _journal(settings.journal_dir, tokenizer)
     )
     give_back_freed()
-    return Assembly(engine, tokenizer, limits)
+    return BuiltEngine(engine, tokenizer, limits)
 
 
 def _use_native() -> None:

@@ -19,7 +19,7 @@ from kvloom.faults import logged
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
 from kvloom.request import Delta, FinishReason, KvState, Plan, Sampled, Sequence, Sink
-from kvloom.scheduling.admission import Admission, Limits
+from kvloom.scheduling.admission import Admission, EngineLimits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.scheduling.timers import Timers
 from kvloom.text.bad_words import banned_tokens
@@ -75,7 +75,7 @@ class Engine:
         cache: BlockCache,
         host: BlockPool,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: EngineLimits,
         triton: Triton | None = None,
         journal: Journal | None = None,
     ):

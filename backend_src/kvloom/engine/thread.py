@@ -19,7 +19,7 @@ from kvloom.request import Sequence
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
-"""Of the loop for a message: a longer one is waited for in pieces, as timeouts have a limit."""
+"""Of the engine thread for a message: a longer one is waited for in pieces, as timeouts have a limit."""
 
 LEAST_S, SHARE = 0.005, 0.2
 """How long messages are acted on between two steps, in seconds and as a share of a step: at most the longer of both.
@@ -28,15 +28,15 @@ Many requests that come at once must not hold up who is being answered; a step's
 """
 
 BACKGROUND_THREADS = 2
-"""Threads that render chats: more would only wait for each other, and the loop for them."""
+"""Threads that render chats: more would only wait for each other, and the engine thread for them."""
 
 Failed = Callable[[RequestError], None]
-"""Hears, from the loop's thread, why what was asked for does not come."""
+"""Hears, from the engine thread, why what was asked for does not come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What the loop's thread does for another one.
+    """What the engine thread does for another one.
 
     Attributes:
         act: does it.
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How the loop is, told by itself between two steps.
+    """How the engine thread is, told by itself between two steps.
 
     Attributes:
         since_step_s: seconds since a step finished or there was nothing to do.
@@ -62,7 +62,7 @@ class Pulse:
     draining: bool
 
 
-class Loop:
+class EngineThread:
     """Builds the engine and runs it in a thread of its own; the other threads leave messages in its inbox.
 
     The engine is built in that thread too: OpenMP keeps a team of workers for each thread that ever computed, and with
@@ -95,7 +95,7 @@ class Loop:
         self._step_s = 0.0
         self._background = ThreadPoolExecutor(BACKGROUND_THREADS, "kvloom-background")
         built: Future[Engine] = Future()
-        self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-loop", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(build, built), name="kvloom-engine", daemon=True)
         self._thread.start()
         self._engine = built.result()
         self.observations = self._engine.observations
@@ -103,7 +103,7 @@ class Loop:
     def take_turn(self, turn: Turn) -> None:
         """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
 
-        Its sink gets the answer's deltas from the loop's thread, and must not block.
+        Its sink gets the answer's deltas from the engine thread, and must not block.
 
         Raises:
             InvalidArgument: it can never be served; its sink gets nothing.
@@ -120,7 +120,7 @@ class Loop:
         self._put(lambda: done(self._engine.flush()), failed)
 
     def ping(self, done: Callable[[Pulse], None], failed: Failed | None = None) -> None:
-        """Let the loop's thread tell how it is; it does so between two steps."""
+        """Let the engine thread tell how it is; it does so between two steps."""
         self._put(lambda: done(self._pulse()), failed)
 
     def drain(self, timeout_s: float, done: Callable[[int], None], failed: Failed | None = None) -> None:
@@ -140,7 +140,7 @@ class Loop:
         self._put(begin, failed)
 
     def with_turns(self, act: Callable[[TurnScheduler], None], failed: Failed | None = None) -> None:
-        """Let the loop's thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
+        """Let the engine thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
         self._put(lambda: act(self._engine.turns), failed)
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class Loop:
             engine = build()
             engine.turns.preparation.background = self._in_background
             self.stats = engine.stats()
-        except Exception as error:  # noqa: BLE001 it is raised where the loop was made
+        except Exception as error:  # noqa: BLE001 it is raised where the engine thread was made
             built.set_exception(error)
             return
         built.set_result(engine)

@@ -11,7 +11,7 @@ from kvloom.executor.gpu_step import GpuStep
 from kvloom.executor.graphs import CudaRecorder
 from kvloom.executor.next_step import NextStep
 from kvloom.executor.runner import Runner, build_batch
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.kv.storage import Storage
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.ops.sampling import NOT_FINITE
@@ -69,12 +69,14 @@ class GpuRunner(Runner):
                 outcomes[row] = outcome
         return outcomes
 
-    def _inputs(self, slices: list[Slice], sampled: list[Sequence]) -> tuple[Batch, Draws]:
+    def _inputs(self, slices: list[Slice], sampled: list[Sequence]) -> tuple[Batch, SamplingTensors]:
         """Prepared while the last step was computed, or made now."""
         prepared = self._next.inputs(slices) if self._next is not None else None
         if prepared is not None:
             return prepared
-        return build_batch(slices, self._block_size), Draws(*draw_parameters(sampled, self._step.logits.shape[1]))
+        return build_batch(slices, self._block_size), SamplingTensors(
+            *draw_parameters(sampled, self._step.logits.shape[1])
+        )
 
     def _choose(self, rows: list[int], sampled: list[Sequence]) -> list[Sampled | Exception]:
         logits = self._step.logits

@@ -4,7 +4,7 @@ import torch
 
 from kvloom.executor.device import current
 from kvloom.executor.graphs import DecodeGraphs, Record, graph_sizes
-from kvloom.executor.step_buffers import Draws, StepBuffers
+from kvloom.executor.step_buffers import SamplingTensors, StepBuffers
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.codec import LayerCache
 from kvloom.models.decoder import Batch, Decoder
@@ -68,7 +68,7 @@ class GpuStep:
         self._graphs = DecodeGraphs(sizes, self._decode, record)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, draws: Draws) -> list[int]:
+    def run(self, batch: Batch, draws: SamplingTensors) -> list[int]:
         """Compute a step.
 
         Args:
@@ -82,7 +82,7 @@ class GpuStep:
         return self.finish()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, draws: Draws) -> None:
+    def launch(self, batch: Batch, draws: SamplingTensors) -> None:
         """Begin a step, arguments as of ``run``; the GPU computes it after this has returned."""
         with current(self._device):
             self._launch(batch, draws)
@@ -95,7 +95,7 @@ class GpuStep:
             self._done.synchronize()
         return self._host_tokens[: self._samples].tolist()
 
-    def _launch(self, batch: Batch, draws: Draws) -> None:
+    def _launch(self, batch: Batch, draws: SamplingTensors) -> None:
         samples, sequences = len(batch.logit_rows), len(batch.seq_lens)
         size = self._graph_size(batch)
         self._buffers.send(batch, draws, size)
@@ -111,7 +111,7 @@ class GpuStep:
         if self._done is not None:
             self._done.record()
 
-    def _to_nowhere(self, most: int) -> tuple[Batch, Draws]:
+    def _to_nowhere(self, most: int) -> tuple[Batch, SamplingTensors]:
         """A chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
         two = most > 1 and self._most > 1
         counts = [min(most - 1, self._context_length), 1] if two else [1]
@@ -129,7 +129,7 @@ class GpuStep:
             max_queries=max(counts),
             max_length=max(counts),
         )
-        return batch, Draws(ones, zeros, ones.long(), ones, zeros.double())
+        return batch, SamplingTensors(ones, zeros, ones.long(), ones, zeros.double())
 
     def _graph_size(self, batch: Batch) -> int | None:
         """How many sequences the graph takes that computes this step; None where none does."""
@@ -140,7 +140,7 @@ class GpuStep:
         batch = self._buffers.batch(size, size, size, max_queries=1, max_length=self._context_length)
         self._compute(batch, self._buffers.draws(size))
 
-    def _compute(self, batch: Batch, draws: Draws) -> None:
+    def _compute(self, batch: Batch, draws: SamplingTensors) -> None:
         logits = self._decoder.forward(batch, self._layers)
         rows = len(logits)
         if rows:

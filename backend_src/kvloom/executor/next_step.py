@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kvloom.decoding.sampler import uniforms
-from kvloom.executor.step_buffers import Draws
+from kvloom.executor.step_buffers import SamplingTensors
 from kvloom.models.decoder import Batch
 from kvloom.request import Sequence, Slice
 
@@ -21,7 +21,7 @@ class NextStep:
         block_size: tokens per block.
     """
 
-    def __init__(self, slices: list[Slice], draws: Draws, block_size: int):
+    def __init__(self, slices: list[Slice], draws: SamplingTensors, block_size: int):
         self._sequences = [piece.sequence for piece in slices]
         self._starts = [piece.start + piece.count for piece in slices]
         self._tables = [list(sequence.blocks) for sequence in self._sequences]
@@ -38,9 +38,9 @@ class NextStep:
         seeds = np.array([sequence.seed for sequence in self._sequences], dtype=np.uint64)
         # the position of the token to draw: the one that this step draws comes before it
         uniform = torch.from_numpy(uniforms(seeds, (positions + 1).astype(np.uint64)))
-        self._draws = Draws(draws.temperature, draws.min_p, draws.top_k, draws.top_p, uniform)
+        self._draws = SamplingTensors(draws.temperature, draws.min_p, draws.top_k, draws.top_p, uniform)
 
-    def inputs(self, slices: list[Slice]) -> tuple[Batch, Draws] | None:
+    def inputs(self, slices: list[Slice]) -> tuple[Batch, SamplingTensors] | None:
         """What ``build_batch`` and ``draw_parameters`` would give for these; None where the guess was wrong."""
         if [piece.sequence for piece in slices] != self._sequences:
             return None

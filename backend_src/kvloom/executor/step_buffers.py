@@ -14,7 +14,7 @@ _TABLE_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingTensors:
     """How the token of each of R rows is chosen; see ``ops.sampling.pick``.
 
     Attributes:
@@ -75,7 +75,7 @@ class StepBuffers:
         self._row_bytes = width * torch.int32.itemsize
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
-    def send(self, batch: Batch, draws: Draws, sequences: int | None = None) -> None:
+    def send(self, batch: Batch, draws: SamplingTensors, sequences: int | None = None) -> None:
         """Copy a step to the device, without waiting for that.
 
         Args:
@@ -90,7 +90,7 @@ class StepBuffers:
         self._host["block_tables"][:count, :width] = batch.block_tables
         for name in ("tokens", "positions", "slots", "query_starts", "seq_lens", "logit_rows"):
             _put(self._host[name], getattr(batch, name))
-        for name in Draws.__slots__:
+        for name in SamplingTensors.__slots__:
             _put(self._host[name], getattr(draws, name))
         if sequences is not None and sequences > count:
             self._pad(count, sequences)
@@ -114,9 +114,9 @@ class StepBuffers:
             max_length=max_length,
         )
 
-    def draws(self, samples: int) -> Draws:
+    def draws(self, samples: int) -> SamplingTensors:
         """The device's side of how so many rows are drawn."""
-        return Draws(**{name: self._device[name][:samples] for name in Draws.__slots__})
+        return SamplingTensors(**{name: self._device[name][:samples] for name in SamplingTensors.__slots__})
 
     def pad_all(self, sequences: int) -> None:
         """Fill the device's side with ``sequences`` of padding alone."""

@@ -31,7 +31,7 @@ class _Reply(BaseModel):
 
 
 class _Pong(BaseModel):
-    """The answer to a ping, see ``loop.Pulse``."""
+    """The answer to a ping, see ``engine.thread.Pulse``."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What the engine said of itself, see ``loop.Pulse``; ``broken`` is why it can't answer at all."""
+    """What the engine said of itself, see ``engine.thread.Pulse``; ``broken`` is why it can't answer at all."""
 
     since_step_s: float
     draining: bool

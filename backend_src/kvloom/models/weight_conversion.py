@@ -113,7 +113,7 @@ class ServedWeights:
                 )
 
 
-def served_weights(
+def converted_weights(
     files: ModelFiles, weights: str, dtype: torch.dtype, tokenizer: Tokenizer, device: torch.device = CPU
 ) -> ServedWeights:
     """A model's weights as the setting ``weights`` says; w8a8 is smoothed by what the model makes of a text.

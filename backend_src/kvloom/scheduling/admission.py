@@ -10,7 +10,7 @@ from kvloom.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engine takes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Admission:
         scheduler: where it would wait.
     """
 
-    def __init__(self, limits: Limits, cache: BlockCache, scheduler: Scheduler):
+    def __init__(self, limits: EngineLimits, cache: BlockCache, scheduler: Scheduler):
         self._limits = limits
         self._cache = cache
         self._scheduler = scheduler

@@ -15,7 +15,7 @@ from kvloom.serving.inputs import Inputs, json_object, one, validate
 if TYPE_CHECKING:
     # `generate` needs no engine
     from kvloom.conversation.turn_scheduler import TurnScheduler
-    from kvloom.engine.thread import Loop
+    from kvloom.engine.thread import EngineThread
 
 PING = json.dumps({"op": "ping"})
 
@@ -53,7 +53,9 @@ def read_control(inputs: Inputs) -> Control:
     return control
 
 
-def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admin_token: str, sink: Sink) -> None:
+def act(
+    control: Control, own: ConversationId, engine_thread: "EngineThread", kv_dtype: str, admin_token: str, sink: Sink
+) -> None:
     """Do what a control request asks for, between two steps; its answer, or why there is none, goes to ``sink``.
 
     Args:
@@ -85,15 +87,15 @@ def act(control: Control, own: ConversationId, loop: "Loop", kv_dtype: str, admi
             reply(**dataclasses.asdict(turns.status(conversation)), dtype=kv_dtype, policy="full")
 
     if control.op == "ping":
-        loop.ping(lambda pulse: reply(**dataclasses.asdict(pulse)), failed)
+        engine_thread.ping(lambda pulse: reply(**dataclasses.asdict(pulse)), failed)
     elif control.op == "flush":
-        loop.flush(lambda blocks: reply(blocks=blocks), failed)
+        engine_thread.flush(lambda blocks: reply(blocks=blocks), failed)
     elif control.op == "drain":
         if not admin_token:
             raise InvalidArgument("admin_token", NO_TOKEN)
         if not admits(admin_token, control.admin_token or ""):
             raise InvalidArgument("admin_token", WRONG_TOKEN)
         timeout_s = float("inf") if control.timeout_s is None else control.timeout_s
-        loop.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
+        engine_thread.drain(timeout_s, lambda cut_short: reply(cut_short=cut_short), failed)
     else:
-        loop.with_turns(on_conversation, failed)
+        engine_thread.with_turns(on_conversation, failed)

@@ -12,7 +12,7 @@ from kvloom.faults import logged
 log = logging.getLogger(__name__)
 
 READERS = 2
-"""Tokenizing lets other threads run, parsing JSON and rendering chats do not: more would hold up the loop's thread."""
+"""Tokenizing lets other threads run, parsing JSON and rendering chats do not: more would hold up the engine thread."""
 
 
 class Intake:

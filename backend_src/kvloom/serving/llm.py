@@ -1,4 +1,4 @@
-"""The `llm` model: Triton's Python-backend interface over the loop."""
+"""The `llm` model: Triton's Python-backend interface over the engine thread."""
 
 import gc
 import json
@@ -16,9 +16,9 @@ from kvloom import progress
 from kvloom.config import Settings
 from kvloom.conversation.registry import ConversationId, Turn
 from kvloom.conversation.turn_scheduler import TurnScheduler
-from kvloom.engine.build import Assembly, assemble
+from kvloom.engine.build import BuiltEngine, build_engine
 from kvloom.engine.engine import Engine
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.errors import Internal, RequestError, SetupError
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
@@ -31,7 +31,7 @@ from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, read_parameters
 from kvloom.serving.parser import parse, receive
 from kvloom.serving.responses import encoder
-from kvloom.serving.self_calls import END, START, Link
+from kvloom.serving.self_calls import END, START, SelfCalls
 from kvloom.serving.sender import Sender
 from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.stream import ResponseStream, fail
@@ -58,9 +58,9 @@ class LlmModel:
                 settings = Settings.parse({key: value["string_value"] for key, value in config["parameters"].items()})
                 settings.check_slots(int(config["sequence_batching"]["oldest"]["max_candidate_sequences"]))
                 self._secret = server_secret(os.getppid())
-                self._link = Link(model, self._secret, self._forgotten_by_triton)
-                on_error.callback(self._link.stop)
-                self._loop = Loop(lambda: self._assemble(settings))
+                self._self_calls = SelfCalls(model, self._secret, self._forgotten_by_triton)
+                on_error.callback(self._self_calls.stop)
+                self._engine_thread = EngineThread(lambda: self._build(settings))
             except SetupError as error:
                 log.error("%s", error)
                 raise pb_utils.TritonModelException(str(error)) from error
@@ -69,7 +69,7 @@ class LlmModel:
         self._intake = Intake()
         self._watcher = CancelWatcher()
         self._admin_token = settings.admin_token
-        self._metrics = Metrics(self._loop, model)
+        self._metrics = Metrics(self._engine_thread, model)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests, and return at once. A request that can't be served gets its error, and touches no other."""
@@ -82,19 +82,19 @@ class LlmModel:
         # first: a metric that changes while Triton unloads the model may wait for an answer that does not come
         self._metrics.stop()
         self._watcher.stop()
-        self._link.stop()
+        self._self_calls.stop()
         self._intake.stop()
-        self._loop.stop()
+        self._engine_thread.stop()
         self._senders.stop()
         # what a cycle of references still holds of Triton's must not be freed after its stub
         gc.collect()
 
-    def _assemble(self, settings: Settings) -> Engine:
-        self._assembly: Assembly = assemble(settings, self._link)
-        return self._assembly.engine
+    def _build(self, settings: Settings) -> Engine:
+        self._built: BuiltEngine = build_engine(settings, self._self_calls)
+        return self._built.engine
 
     def _forgotten_by_triton(self, conversation: ConversationId) -> None:
-        self._loop.with_turns(lambda turns: turns.manager.forgotten_by_triton(conversation))
+        self._engine_thread.with_turns(lambda turns: turns.manager.forgotten_by_triton(conversation))
 
     def _receive(self, request: Any, arrival: float) -> None:
         conversation, sender, outbox = request.correlation_id(), Sender(request), self._senders.outbox()
@@ -113,14 +113,14 @@ class LlmModel:
             submit = partial(self._submit, request, parameters, inputs, sender, outbox, arrival)
             self._intake.put(conversation, lambda: _attempt(submit, refuse))
             return
-        stream = ResponseStream(sender, outbox, encoder(call.outputs, self._assembly.tokenizer))
-        kv_dtype = self._assembly.limits.kv_dtype
-        do = partial(act, call.control, conversation, self._loop, kv_dtype, self._admin_token, stream)
+        stream = ResponseStream(sender, outbox, encoder(call.outputs, self._built.tokenizer))
+        kv_dtype = self._built.limits.kv_dtype
+        do = partial(act, call.control, conversation, self._engine_thread, kv_dtype, self._admin_token, stream)
         # what was sent before it to the conversation that it means is taken before it, too
         meant = conversation if call.control.conversation is None else call.control.conversation
         self._intake.put(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
         follow = partial(_follow, conversation=conversation, end=_flags(request)[1], own_call=parameters.self_call)
-        self._intake.put(conversation, lambda: self._loop.with_turns(follow))
+        self._intake.put(conversation, lambda: self._engine_thread.with_turns(follow))
 
     def _submit(
         self,
@@ -131,24 +131,26 @@ class LlmModel:
         outbox: Outbox,
         arrival: float,
     ) -> None:
-        """Read a turn, and hand it to the loop."""
+        """Read a turn, and hand it to the engine thread."""
         start, end = _flags(request)
-        tokenizer, limits = self._assembly.tokenizer, self._assembly.limits
+        tokenizer, limits = self._built.tokenizer, self._built.limits
         call = parse(request.request_id(), inputs, parameters.given, start, tokenizer, limits, arrival)
         sequence = Sequence(call.request)
         encode = encoder(call.outputs, tokenizer, sequence, call.echo)
         stream = ResponseStream(sender, outbox, encode, call.interval_s)
         conversation, new = request.correlation_id(), call.prompt
-        self._loop.take_turn(
+        self._engine_thread.take_turn(
             Turn(conversation, sequence, stream, start, end, new.messages, new.rendered, new.text, call.kv)
         )
-        self._watcher.watch(sender, lambda: self._loop.cancel(sequence, _NOT_SENT if sender.given_up else None))
+        self._watcher.watch(
+            sender, lambda: self._engine_thread.cancel(sequence, _NOT_SENT if sender.given_up else None)
+        )
 
     def _refuse(self, request: Any, sender: Sender, outbox: Outbox, error: RequestError) -> None:
         """End a request with an error, and see to what that leaves in Triton."""
         fail(outbox, sender, error)
         refused = partial(_refused, conversation=request.correlation_id(), end=_flags(request)[1])
-        self._loop.with_turns(refused)
+        self._engine_thread.with_turns(refused)
 
 
 def _attempt(work: Callable[[], None], refuse: Refuse) -> None:

@@ -6,14 +6,14 @@ import threading
 import triton_python_backend_utils as pb_utils
 
 from kvloom.engine.engine import Stats
-from kvloom.engine.thread import Loop
+from kvloom.engine.thread import EngineThread
 from kvloom.faults import logged
 from kvloom.serving.metric_families import FAMILIES
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
-"""Seconds between updates: an increment costs about 20 microseconds, too much for the loop's own thread."""
+"""Seconds between updates: an increment costs about 20 microseconds, too much for the engine thread."""
 
 OBSERVATIONS = 4000
 """The most that an update copies, so that gauges stay new where a fast model makes more than can be copied at once."""
@@ -25,11 +25,11 @@ _OBSERVED = {observed: own.name for own in FAMILIES if own.kind == "histogram" f
 
 
 class Metrics:
-    """Copies the loop's snapshots and observations to Triton's metrics, from a thread of its own."""
+    """Copies the engine thread's snapshots and observations to Triton's metrics, from a thread of its own."""
 
-    def __init__(self, loop: Loop, model: str):
+    def __init__(self, engine_thread: EngineThread, model: str):
         """Begin to copy; ``model`` is the engine's name in Triton."""
-        self._loop = loop
+        self._engine_thread = engine_thread
         # the engines of one tritonserver share its metrics; the usual one needs no label
         self._model = {} if model == "llm" else {"model": model}
         self._seen = Stats()
@@ -45,7 +45,7 @@ class Metrics:
         self._metric("kvloom_evicted_blocks_total", policy="full")
         for name in _OBSERVED.values():
             self._metric(name)
-        self._update(loop.stats)
+        self._update(engine_thread.stats)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvloom-metrics", daemon=True)
         self._thread.start()
@@ -62,10 +62,10 @@ class Metrics:
         while not self._stop.wait(pause):
             pause = PERIOD_S
             with logged(log, "metrics could not be copied"):
-                stats = self._loop.stats
+                stats = self._engine_thread.stats
                 if stats is not self._seen:
                     self._update(stats)
-                observed = self._loop.observations.drain(OBSERVATIONS)
+                observed = self._engine_thread.observations.drain(OBSERVATIONS)
                 for name, value in observed:
                     self._metric(_OBSERVED[name]).observe(value)
                 pause = PERIOD_S if len(observed) < OBSERVATIONS else 0

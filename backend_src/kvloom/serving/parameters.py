@@ -21,7 +21,7 @@ class Parameters:
     Attributes:
         given: the client's.
         forwarded: another model passes it on, and takes errors as data, see ``Sender``.
-        self_call: `llm` tells Triton something about its sequences by it, see ``Link``.
+        self_call: `llm` tells Triton something about its sequences by it, see ``SelfCalls``.
     """
 
     given: dict[str, Any]

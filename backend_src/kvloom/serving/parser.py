@@ -8,7 +8,7 @@ import numpy as np
 
 from kvloom.errors import InvalidArgument
 from kvloom.request import Request, SamplingParams
-from kvloom.scheduling.admission import Limits
+from kvloom.scheduling.admission import EngineLimits
 from kvloom.serving.control import Control, read_control
 from kvloom.serving.inputs import (
     Inputs,
@@ -108,7 +108,7 @@ def parse(
     parameters: Mapping[str, Any],
     start: bool,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: EngineLimits,
     arrival: float,
 ) -> Call:
     """Read and check a request for an answer; takes time for a long prompt.
@@ -189,7 +189,7 @@ def _sampling_tensors(inputs: Inputs) -> dict[str, Any]:
     return keys
 
 
-def _prompt(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits: Limits) -> Prompt:
+def _prompt(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits: EngineLimits) -> Prompt:
     if kind == "messages":
         longest = tokenizer.max_characters(limits.context_length)
         messages = parse_messages(one(inputs, "messages"), longest)

@@ -102,7 +102,7 @@ UNKNOWN = "START flag"
 """Part of what Triton says of an id that it does not know."""
 
 
-class Link:
+class SelfCalls:
     """Ends sequences in Triton that `llm` does not keep, and starts those that it keeps from an earlier life.
 
     `llm` calls itself, from a thread of its own; such calls change no state of the engine. Its clients act on the same
@@ -127,7 +127,7 @@ class Link:
         self._inbox: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._calls = Calls()
-        self._thread = threading.Thread(target=self._run, name="kvloom-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvloom-self-calls", daemon=True)
         self._thread.start()
 
     def end(self, conversation: int | str) -> None:

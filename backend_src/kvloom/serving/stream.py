@@ -1,4 +1,4 @@
-"""An answer's way from the loop to its client: merged where responses are wanted less often."""
+"""An answer's way from the engine thread to its client: merged where responses are wanted less often."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class ResponseStream:
     """An engine's sink that sends an answer to its client.
 
-    Calling it (from the loop's thread) only queues; a thread of ``Senders`` does the work.
+    Calling it (from the engine thread) only queues; a thread of ``Senders`` does the work.
 
     Args:
         sender: of the request.

@@ -8,16 +8,16 @@ from importlib.metadata import version
 from bench.engines.protocol import Prompts, serve
 from kvloom.config import Settings
 from kvloom.conversation.registry import only_turn
-from kvloom.engine.build import assemble
-from kvloom.engine.thread import Loop
+from kvloom.engine.build import build_engine
+from kvloom.engine.thread import EngineThread
 from kvloom.request import Delta, Request, SamplingParams
 
 
 class InProcess:
-    """The loop, and a thread that waits for it."""
+    """The engine thread, and a thread that waits for it."""
 
     def __init__(self, model: str, settings: dict[str, str]):
-        self.loop = Loop(lambda: assemble(Settings.parse({"model": model, **settings})).engine)
+        self.engine_thread = EngineThread(lambda: build_engine(Settings.parse({"model": model, **settings})).engine)
         self.versions = {name: version(name) for name in ("kvloom", "torch")}
         self.pid = os.getpid()
 
@@ -37,7 +37,7 @@ class InProcess:
                     left.release()
 
             request = Request(id="", prompt_ids=tuple(prompt), params=params, arrival=time.monotonic())
-            self.loop.take_turn(only_turn(request, sink))
+            self.engine_thread.take_turn(only_turn(request, sink))
         for _ in prompts:
             left.acquire()
         if errors:
@@ -46,7 +46,7 @@ class InProcess:
 
     def close(self) -> None:
         """See ``Engine``."""
-        self.loop.stop()
+        self.engine_thread.stop()
 
 
 if __name__ == "__main__":
