@@ -18,7 +18,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import pack_linear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
-from kvloom.ops.sampling import NOT_FINITE, pick
+from kvloom.ops.sampling import NOT_FINITE, sample_tokens
 from kvloom_gpu import reference
 from kvloom_gpu.launches import BLOCK_SIZE, Shape
 from kvloom_gpu.sizes import Sizes
@@ -218,7 +218,7 @@ def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
     columns = zip(zip(*params, strict=True), kinds, strict=True)
     draws = SamplingTensors(*(torch.tensor(column, dtype=kind, device=device) for column, kind in columns))
     poison(device)
-    tokens, logprobs = pick(logits, *draws.tensors)
+    tokens, logprobs = sample_tokens(logits, *draws.tensors)
     yield _truth("sampling: not finite", f"V{vocab}", tokens[:2].tolist() == [NOT_FINITE] * 2)
     yield _truth("sampling: logits unchanged", f"V{vocab}", bool(torch.equal(logits[2:], before[2:])))
     wrong, clear = [], 0
@@ -235,7 +235,7 @@ def _sampling(sizes: Sizes) -> Iterator[dict[str, Any]]:
     banned[7] = False
     zeros = torch.zeros(vocab, dtype=torch.float64, device=device)
     index = 2 * vocab + torch.arange(vocab, device=device)
-    tokens, _ = pick(logits, *draws.tensors, Edits(index, zeros, zeros + 1, zeros, banned))
+    tokens, _ = sample_tokens(logits, *draws.tensors, Edits(index, zeros, zeros + 1, zeros, banned))
     yield _truth("sampling: bans", f"V{vocab}", int(tokens[2]) == 7 and bool(torch.equal(logits[2:], before[2:])))
 
 

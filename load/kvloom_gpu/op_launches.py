@@ -9,7 +9,7 @@ from kvloom.ops.gpu.copy import copy_blocks
 from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
-from kvloom.ops.sampling import greedy, pick
+from kvloom.ops.sampling import greedy, sample_tokens
 from kvloom_gpu.launches import Work
 
 VOCABULARIES = (32_000, 49_152, 128_256, 151_936, 262_144)
@@ -56,7 +56,7 @@ def _pick(vocab: int) -> None:
     wide = rows.double()
     bias, repetition, subtracted = torch.empty(3, 64, dtype=torch.float64)
     edits = Edits(torch.zeros(64, dtype=torch.int64), bias, repetition, subtracted, torch.empty(64).bool())
-    pick(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
+    sample_tokens(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
 
 
 def _copy() -> None:

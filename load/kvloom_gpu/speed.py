@@ -15,7 +15,7 @@ from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import Linear, pack_linear
 from kvloom.ops.norm import add_rms_norm
-from kvloom.ops.sampling import pick
+from kvloom.ops.sampling import sample_tokens
 from kvloom_gpu.bench import Clock
 from kvloom_gpu.launches import BLOCK_SIZE
 from kvloom_gpu.models import greedy_draws, storage_for
@@ -173,8 +173,8 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
             lambda: rope_kv_write(qkv, table, place % 64, place, *layer),
             2 * count * heads * shape.head_dim * size,
         ),
-        "greedy choice": (lambda: pick(logits, *greedy.tensors), count * sizes.vocab * 4),
-        "top-k and top-p": (lambda: pick(logits, *drawn.tensors), 2 * count * sizes.vocab * 4),
+        "greedy choice": (lambda: sample_tokens(logits, *greedy.tensors), count * sizes.vocab * 4),
+        "top-k and top-p": (lambda: sample_tokens(logits, *drawn.tensors), 2 * count * sizes.vocab * 4),
     }
     for name, (work, moved) in works.items():
         seconds = clock.seconds([work] * 4)

@@ -12,7 +12,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import pack_linear
 from kvloom.ops.native import stop_using_native
 from kvloom.ops.norm import add_rms_norm
-from kvloom.ops.sampling import likeliest
+from kvloom.ops.sampling import argmax
 from support.compiled import use_compiled
 from support.paged_batch import attention_in_float64, paged_batch
 
@@ -336,7 +336,7 @@ def test_likeliest_and_finite():
         logits[3, -1] = torch.nan
         logits[4, 0] = torch.inf
         logits[5, vocab // 2] = -torch.inf
-        tokens, fine = likeliest(logits)
+        tokens, fine = argmax(logits)
         assert fine.tolist() == [bool(np.isfinite(row).all()) for row in logits.numpy()]
         assert fine.tolist().count(False) == 3
         assert tokens[fine].tolist() == [int(np.argmax(row)) for row in logits[fine].numpy()]

@@ -9,7 +9,7 @@ from kvloom.decoding.score_changes import ScoreChanges, join
 from kvloom.errors import Internal, InvalidArgument
 from kvloom.ops.logprobs import token_logprobs
 from kvloom.ops.penalties import Edits, edit, restore
-from kvloom.ops.sampling import likeliest, sample
+from kvloom.ops.sampling import argmax, sample
 from kvloom.request import Sampled, Sequence
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor]
-"""What ``ops.sampling.likeliest`` returns."""
+"""What ``ops.sampling.argmax`` returns."""
 
 
 def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | None = None) -> list[Sampled | Exception]:
@@ -48,7 +48,7 @@ def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | No
     Args:
         logits: fp32 [R, vocab], contiguous, a row per sequence. Changed on the way and put back.
         sequences: R sequences whose known tokens are all computed.
-        best: ``likeliest(logits)`` where that is known; its tokens are changed.
+        best: ``argmax(logits)`` where that is known; its tokens are changed.
     """
     if not sequences:
         return []
@@ -64,7 +64,7 @@ def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | No
 def _choose(
     logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | None = None
 ) -> list[Sampled | Exception]:
-    tokens, fine = likeliest(logits) if best is None else best
+    tokens, fine = argmax(logits) if best is None else best
     are_fine: list[bool] = fine.tolist()
     if not all(are_fine):
         rows = [row for row, ok in enumerate(are_fine) if ok]
@@ -79,7 +79,7 @@ def _choose(
         saved = edit(logits, edits)
         try:
             if not all(map(_drawn, sequences)):
-                tokens, _ = likeliest(logits)
+                tokens, _ = argmax(logits)
             _draw(logits, tokens, sequences)
             stuck = (logits.gather(1, tokens[:, None])[:, 0] == -torch.inf).nonzero()[:, 0].tolist()
         finally:

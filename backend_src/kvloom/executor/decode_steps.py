@@ -12,13 +12,13 @@ from kvloom.kv.codec import LayerCache
 from kvloom.models.decoder import Batch, Decoder
 from kvloom.ops.native import library
 from kvloom.ops.recording import Recorder, Recording
-from kvloom.ops.sampling import likeliest
+from kvloom.ops.sampling import argmax
 from kvloom.request import Slice
 
 log = logging.getLogger(__name__)
 
 Result = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
-"""fp32 logits [sequences, vocab] and what ``likeliest`` finds in them; both until the next step."""
+"""fp32 logits [sequences, vocab] and what ``argmax`` finds in them; both until the next step."""
 
 
 class DecodeInputs:
@@ -125,4 +125,4 @@ class DecodeSteps:
 
     def _compute(self, count: int) -> Result:
         logits = self._decoder.forward(self._inputs.batch(count), self._layers)
-        return logits, likeliest(logits)
+        return logits, argmax(logits)

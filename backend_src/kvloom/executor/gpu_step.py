@@ -8,7 +8,7 @@ from kvloom.executor.step_buffers import SamplingTensors, StepBuffers
 from kvloom.kv.blocks import blocks_for
 from kvloom.kv.codec import LayerCache
 from kvloom.models.decoder import Batch, Decoder
-from kvloom.ops.sampling import pick
+from kvloom.ops.sampling import sample_tokens
 
 
 class GpuStep:
@@ -145,4 +145,4 @@ class GpuStep:
         rows = len(logits)
         if rows:
             self.logits[:rows] = logits
-            self._tokens[:rows] = pick(logits, *draws.tensors)[0]
+            self._tokens[:rows] = sample_tokens(logits, *draws.tensors)[0]

@@ -15,7 +15,7 @@ _TABLE_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How the token of each of R rows is chosen; see ``ops.sampling.pick``.
+    """How the token of each of R rows is chosen; see ``ops.sampling.sample_tokens``.
 
     Attributes:
         temperature: fp32 [R]; 0 takes the likeliest.

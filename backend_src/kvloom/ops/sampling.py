@@ -46,7 +46,7 @@ def greedy(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(-1)
 
 
-def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``greedy`` and ``finite`` at once, in one pass where that can be: fp32 [R, vocab] to int64 [R] and bool [R].
 
     The token of a row that is not finite means nothing.
@@ -121,7 +121,7 @@ def sample(
     return chosen
 
 
-def pick(
+def sample_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
@@ -146,7 +146,7 @@ def pick(
         logits as they came, fp32 [R], undefined where there is no token.
     """
     if runs_triton(logits):
-        from kvloom.ops.gpu.sampling import pick as fused
+        from kvloom.ops.gpu.sampling import sample_tokens as fused
 
         return fused(logits, temperature, min_p, top_k, top_p, uniform, edits)
     fine = finite(logits)

@@ -7,7 +7,7 @@ from kvloom.ops import sampling
 from kvloom.ops.gpu import sampling as fused
 from kvloom.ops.gpu import use_triton_everywhere
 from kvloom.ops.penalties import Edits
-from kvloom.ops.sampling import NOT_FINITE, STUCK, finite, greedy, pick, sample
+from kvloom.ops.sampling import NOT_FINITE, STUCK, finite, greedy, sample, sample_tokens
 
 # tile, group, most tokens in registers on the short and on the long way
 SIZES = [(64, 4, 8, 32), (128, 32, 16, 128), (512, 8, 64, 512)]
@@ -199,9 +199,9 @@ def test_pick_does_all_at_once():
         torch.arange(count) < vocab,
     )
     for edited in (None, edits):
-        tokens, logprobs = pick(logits, temperature, *others, edited)
+        tokens, logprobs = sample_tokens(logits, temperature, *others, edited)
         assert torch.equal(logits.nan_to_num(1e9), before.nan_to_num(1e9))
-        expected, _ = by_torch(pick, logits, temperature, *others, edited)
+        expected, _ = by_torch(sample_tokens, logits, temperature, *others, edited)
         assert tokens.tolist() == expected.tolist()
         assert tokens[[2, 5, 6]].tolist() == [NOT_FINITE] * 3
         assert (tokens[8] == STUCK) == (edited is not None)

@@ -256,7 +256,7 @@ def sample(
     return _choose(scores, RowParams(temperature, min_p, top_k, top_p), uniform, found, found).tokens
 
 
-def pick(
+def sample_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
@@ -265,7 +265,7 @@ def pick(
     uniform: torch.Tensor,
     edits: Edits | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kvloom.ops.sampling.pick``."""
+    """See ``kvloom.ops.sampling.sample_tokens``."""
     params = RowParams(temperature, min_p, top_k, top_p)
     if edits is None:
         choice = choose(logits, params, uniform)
