@@ -40,7 +40,7 @@ SECONDS = 420
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
-class Report:
+class CheckReport:
     """Rows as they come, written at once: a run that is cut short leaves what it had."""
 
     def __init__(self, path: Path, meta: dict[str, Any]):
@@ -108,7 +108,7 @@ def main() -> int:
         parser.error(f"torch sees no GPU; on a CPU the same code runs with: {sys.executable} {sys.argv[0]} --dry")
     seed = time.time_ns() % 2**31
     torch.manual_seed(seed)
-    report = Report(arguments.report, _meta(sizes, seed))
+    report = CheckReport(arguments.report, _meta(sizes, seed))
     clock = Clock(sizes.device, sizes.repeats)
     bandwidth = copy_bandwidth(clock, sizes.device, sizes.copy_bytes)
     report.meta["copy_gb_s"] = bandwidth / 1e9

@@ -20,7 +20,7 @@ from kvloom_client import KvloomClientError
 from kvloom_load import report
 from kvloom_load.comparisons import COMPARISONS, Comparison, ComparisonName, Configuration, serve
 from kvloom_load.counts import counts
-from kvloom_load.drive import Plan, UserName, drive
+from kvloom_load.drive import LoadPlan, UserName, drive
 from kvloom_load.figures import Target, add_efficiency, row
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
 from kvloom_load.machine import cpu
@@ -55,7 +55,7 @@ def run(
     assignments: Assignments = None,
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
-    answer_timeout: Timeout = Plan.answer_timeout,
+    answer_timeout: Timeout = LoadPlan.answer_timeout,
     name: Name = None,
     folder: Folder = REPORTS,
 ) -> None:
@@ -74,7 +74,7 @@ def compare(
     assignments: Assignments = None,
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
-    answer_timeout: Timeout = Plan.answer_timeout,
+    answer_timeout: Timeout = LoadPlan.answer_timeout,
     folder: Folder = REPORTS,
 ) -> None:
     """Test two configurations of the server, one after the other, and show them side by side."""
@@ -96,7 +96,7 @@ def _test(
     numbers = counts(users, "--users")
     settings = parse_assignments(assignments or [])
     _check(comparison, lengths, settings)
-    plan = Plan(
+    plan = LoadPlan(
         comparison.user,
         comparison.scenario,
         seconds,

@@ -319,7 +319,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step.
 
     Attributes:

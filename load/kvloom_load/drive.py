@@ -22,7 +22,7 @@ USERS: tuple[UserName, ...] = get_args(UserName)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What Locust is to do.
 
     Attributes:
@@ -88,7 +88,7 @@ class Run:
         return self.watch.between(self.seen.begin, self.seen.begin + self.seconds)
 
 
-def run_locust(address: str, plan: Plan, users: int, html: Path | None = None) -> Seen:
+def run_locust(address: str, plan: LoadPlan, users: int, html: Path | None = None) -> Seen:
     """Let ``users`` users ask the server at ``address``. ``html``: where Locust's own report goes.
 
     Raises:
@@ -117,7 +117,7 @@ def run_locust(address: str, plan: Plan, users: int, html: Path | None = None) -
         )
 
 
-def drive(server: Server, plan: Plan, users: int, html: Path | None = None) -> Run:
+def drive(server: Server, plan: LoadPlan, users: int, html: Path | None = None) -> Run:
     """Let ``users`` users do what the plan says, and watch the server, whose prefix cache is empty at first.
 
     Raises:

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from kvloom_load.drive import Plan
+from kvloom_load.drive import LoadPlan
 
 SERVER_S = 14
 """About what it takes to start a server of the default model and to stop it."""
@@ -16,7 +16,7 @@ POINT_S = 8
 class Progress:
     """A line on stderr at the beginning and after each point: one number of users on one configuration."""
 
-    def __init__(self, plan: Plan, counts: list[int], configurations: int):
+    def __init__(self, plan: LoadPlan, counts: list[int], configurations: int):
         """The test begins; say how long it will take."""
         self._points = len(counts) * configurations
         self._finished = 0

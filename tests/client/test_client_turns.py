@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvloom.launcher.interrupts import Interrupts
-from kvloom.launcher.terminal import Chat
+from kvloom.launcher.terminal import ChatSession
 from kvloom_client import (
     AnswerTimeout,
     AsyncClient,
@@ -234,7 +234,7 @@ def test_a_turn_that_the_chat_gives_up_is_told_again_whatever_its_tries_did_mean
         monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 - closed with the test
         monkeypatch.setattr(Stream, "cancel", cancel_after_another_try)
         threading.Thread(target=interrupt, daemon=True).start()
-        Chat(client, {}, interrupts).run()
+        ChatSession(client, {}, interrupts).run()
     third = server.requests[3]
     assert third.parameters["sequence_start"].bool_param
     said = [message["content"] for message in json.loads(inputs(third)["messages"][2][4:])]

@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.conversation.continuation import Chat, answer_text, continue_chat
+from kvloom.conversation.continuation import ChatHistory, answer_text, continue_chat
 from kvloom.text.tokenizer import Tokenizer
 from support.some_tokenizers import sentencepiece
 from support.talks import Talks
@@ -46,7 +46,7 @@ def user(text):
 
 def go_through(tokenizer, answers):
     """What is fed of each turn after the first, how many tokens of the history stay, the history, and the messages."""
-    messages, chat = [user(TALK[0][0])], Chat()
+    messages, chat = [user(TALK[0][0])], ChatHistory()
     rendered = tokenizer.render_chat(messages)
     fed, kept = tokenizer.encode_rendered(rendered), 0
     for (_, text), (question, _) in zip(TALK, TALK[1:], strict=False):

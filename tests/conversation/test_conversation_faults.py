@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from kvloom.engine.answer import Answer as AnswerInMaking
+from kvloom.engine.answer import AnswerBuilder
 from kvloom.errors import Internal, Unavailable
 from support.engine_driver import Driver
 from support.talks import talks
@@ -109,7 +109,7 @@ def test_a_turn_whose_only_delta_could_not_be_made_ends_all_the_same(model, erro
     driver = talks(model)
     driver.turn(7, tokens(1, 5), start=True)
     queued = driver.turn(7, tokens(2, 5))
-    with mock.patch.object(AnswerInMaking, "end", side_effect=ValueError("a fault")):
+    with mock.patch.object(AnswerBuilder, "end", side_effect=ValueError("a fault")):
         if error is None:
             driver.engine.cancel(queued.sequence)
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.launcher.interrupts import Interrupts
-from kvloom.launcher.terminal import Chat
+from kvloom.launcher.terminal import ChatSession
 from support.server import assert_idle, canary
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")
@@ -132,7 +132,7 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_the_conversation(server, termina
 def test_a_conversation_that_the_server_has_lost_is_told_again(server, client, monkeypatch, capsys):
     lines = iter([FRANCE, "And of Germany?"])
     with Interrupts() as interrupts:
-        chat = Chat(client, {"temperature": 0.0, "max_tokens": 12}, interrupts)
+        chat = ChatSession(client, {"temperature": 0.0, "max_tokens": 12}, interrupts)
 
         def type_next(prompt: str) -> str:
             if chat._history:

@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.launcher.launch import Server
 from kvloom_load.arrivals import Arrivals
-from kvloom_load.drive import USERS, Plan, Seen, drive, run_locust
+from kvloom_load.drive import USERS, LoadPlan, Seen, drive, run_locust
 from kvloom_load.figures import Target, row
 from support.launched import launched
 from support.paced_server import paced
@@ -85,7 +85,7 @@ def test_h38_http_times_are_of_tokens():
         log.append({"received": received, "sent": sent})
 
     with SseServer(*[script] * 100) as server:
-        seen = run_locust(server.url, Plan("SseUser", seconds=2), users=4)
+        seen = run_locust(server.url, LoadPlan("SseUser", seconds=2), users=4)
     assert len(log) == len(outcomes(seen, "ok")) == len(seen.answers) >= 8
     assert count(seen, "ITL") == len(log) * (TOKENS - 1)
     assert_agree(seen, log)
@@ -94,7 +94,7 @@ def test_h38_http_times_are_of_tokens():
 @pytest.mark.alone
 def test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure(tmp_path):
     with paced(tmp_path / "log", TOKENS, FIRST_S, GAP_S, fail_every=4) as server:
-        seen = run_locust(server.url, Plan(seconds=2), users=6)
+        seen = run_locust(server.url, LoadPlan(seconds=2), users=6)
         log = server.answers()
     whole = [answer for answer in log if not answer["failed"]]
     assert len(whole) == len(outcomes(seen, "ok")) == count(seen, "TTFT") == count(seen, "tokens/s") >= 5
@@ -109,7 +109,7 @@ def test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure(tmp_pa
 @pytest.mark.slow
 def test_cancelled_answers_are_no_failures(tmp_path):
     with paced(tmp_path / "log", 64, 0.05, 0.02) as server:
-        seen = run_locust(server.url, Plan(scenario="cancel_storm", seconds=2), users=8)
+        seen = run_locust(server.url, LoadPlan(scenario="cancel_storm", seconds=2), users=8)
     assert len(outcomes(seen, "cancelled")) == count(seen, "cancelled") >= 3
     assert len(outcomes(seen, "ok")) == count(seen, "answer") >= 3
     assert not outcomes(seen, "failed")
@@ -125,7 +125,7 @@ def assert_all_failed(seen: Seen) -> None:
 @pytest.mark.slow
 def test_a_server_that_never_answers_makes_answers_fail():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        plan = Plan(seconds=3, answer_timeout=1, stop_timeout=3)
+        plan = LoadPlan(seconds=3, answer_timeout=1, stop_timeout=3)
         assert_all_failed(run_locust(f"127.0.0.1:{silent.getsockname()[1]}", plan, users=2))
 
 
@@ -133,7 +133,7 @@ def test_a_server_that_never_answers_makes_answers_fail():
 @pytest.mark.full
 @pytest.mark.parametrize("user", USERS)
 def test_a_host_that_does_not_exist_makes_answers_fail(user):
-    assert_all_failed(run_locust("no-such-host.invalid:8000", Plan(user, seconds=2, answer_timeout=1), users=2))
+    assert_all_failed(run_locust("no-such-host.invalid:8000", LoadPlan(user, seconds=2, answer_timeout=1), users=2))
 
 
 def in_flight(seen: Seen, moment: float) -> int:
@@ -161,7 +161,7 @@ def pause(send, after: float, length: float) -> list[float]:
 
 
 def assert_working_again(
-    seen: Seen, users: int, paused: list[float], took: float, plan: Plan, *, within: float
+    seen: Seen, users: int, paused: list[float], took: float, plan: LoadPlan, *, within: float
 ) -> list[Arrivals]:
     """So many seconds after the pause nothing fails any more and every user is at work; returns what failed before."""
     stopped, continued = paused
@@ -182,7 +182,7 @@ def assert_working_again(
 
 @pytest.mark.alone
 def test_h39_grpc_users_survive_a_server_that_pauses(tmp_path):
-    plan = Plan(seconds=9, answer_timeout=2, stop_timeout=5)
+    plan = LoadPlan(seconds=9, answer_timeout=2, stop_timeout=5)
     with paced(tmp_path / "log", 10, 0.1, 0.1) as server:
         begin = time.monotonic()
         paused = pause(server.process.send_signal, after=4, length=2.5)
@@ -207,7 +207,7 @@ def test_h39_at_full_length(tmp_path):
     lengths.write_text(
         '{"chat": {"prompt": {"tokens": [8], "weights": [1]}, "output": {"tokens": [200], "weights": [1]}}}'
     )
-    plan = Plan(seconds=60, lengths=lengths, stop_timeout=20)
+    plan = LoadPlan(seconds=60, lengths=lengths, stop_timeout=20)
     model = make_tiny(tmp_path / "model", max_position_embeddings=1024)
     settings = {"model": str(model), "weights": "fp32", "kv_blocks": "2048", "block_size": "16", "threads": "1"}
     with launched(settings=settings) as serving:
@@ -227,7 +227,7 @@ def test_means_are_the_engines(server: Server, tmp_path):
     )
     # the first text of all is slow to become tokens, before the engine knows of it
     canary(server)
-    run = drive(server, Plan(seconds=3, lengths=lengths), users=2)
+    run = drive(server, LoadPlan(seconds=3, lengths=lengths), users=2)
     figures = row(run, "default", Target())
     assert figures["ok"] >= 2
     assert figures["failed"] == figures["cut"] == 0

@@ -10,7 +10,7 @@ import pytest
 
 import run as command
 from kvloom.errors import LaunchError
-from kvloom_load.drive import USERS, Plan
+from kvloom_load.drive import USERS, LoadPlan
 from kvloom_load.progress import Progress
 from kvloom_load.scenarios import SCENARIOS
 from support.tiny_models import make_tiny
@@ -109,7 +109,7 @@ def test_reports_of_different_loads_do_not_overwrite_each_other(model, monkeypat
 
 
 def test_progress_says_what_comes_and_what_has_come(capsys):
-    progress = Progress(Plan(scenario="burst", seconds=20), [1, 8], 2)
+    progress = Progress(LoadPlan(scenario="burst", seconds=20), [1, 8], 2)
     progress.finished(row(1, 84.04))
     progress.finished(row(8, 200.0, failed=3) | {"ttft_ms": None})
     first, second, third = capsys.readouterr().err.splitlines()

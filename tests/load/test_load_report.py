@@ -20,7 +20,7 @@ from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Chunk
 from kvloom_load import comparisons, report
 from kvloom_load.arrivals import Arrivals
-from kvloom_load.drive import USERS, Plan, Run, Seen, drive
+from kvloom_load.drive import USERS, LoadPlan, Run, Seen, drive
 from kvloom_load.figures import Target, add_efficiency, row, summary
 from kvloom_load.scenarios import SCENARIOS
 from kvloom_load.scrape import Metrics, TritonStats, Watch
@@ -330,7 +330,7 @@ def tiny_server(tmp_path_factory) -> Iterator[Server]:
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_every_user_in_every_scenario(tiny_server, user, scenario):
-    figures = row(drive(tiny_server, Plan(user, scenario, seconds=5), users=8), "tiny", Target())
+    figures = row(drive(tiny_server, LoadPlan(user, scenario, seconds=5), users=8), "tiny", Target())
     assert figures["ok"]
     assert not figures["failed"] + figures["cut"]
     assert bool(figures["cancelled"]) == (scenario == "cancel_storm" and user != "ChatUser")

@@ -19,8 +19,8 @@ from kvloom.models import gpu_footprint
 from kvloom.models.footprint import step_bytes, weights_bytes
 from kvloom.models.weights import open_model
 from kvloom.ops.linear_float import OneDnnLinear, packed_bytes, packed_dtype
-from kvloom.planning.plan import LEAST_HEADROOM, Plan, plan_memory
-from kvloom.planning.report import Report
+from kvloom.planning.plan import LEAST_HEADROOM, MemoryPlan, plan_memory
+from kvloom.planning.report import PlanReport
 from support.engine_driver import Driver
 from support.readmes import BLOCKS
 from support.tiny_models import make_tiny
@@ -50,7 +50,7 @@ def spec(model):
     return open_model(model).spec
 
 
-def planned(spec, free: int = 4 * GIB, **settings: object) -> Plan:
+def planned(spec, free: int = 4 * GIB, **settings: object) -> MemoryPlan:
     chosen = {"weights": "fp32", "block_size": 16, **settings}
     return plan_memory(spec, Settings.parse({key: str(value) for key, value in chosen.items()}), free)
 
@@ -213,7 +213,7 @@ def test_parameters_that_are_for_triton_are_no_settings():
 @pytest.mark.parametrize("products", [0, MIB])
 def test_what_takes_nothing_has_no_row(spec, products):
     console = Console(file=StringIO(), width=100)
-    Report("a model", replace(planned(spec), products=products), {}, ()).print(console)
+    PlanReport("a model", replace(planned(spec), products=products), {}, ()).print(console)
     assert ("compiled products, in time" in console.file.getvalue()) == bool(products)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Plan, Request, SamplingParams, Sequence
+from kvloom.request import Request, SamplingParams, Sequence, StepPlan
 from kvloom.scheduling.scheduler import Costs, Scheduler
 
 BLOCK = 4
@@ -22,7 +22,7 @@ def unlike(length: int) -> list[int]:
     return [next(_first_tokens), *range(1, length)]
 
 
-def counts(plan: Plan) -> dict[Sequence, int]:
+def counts(plan: StepPlan) -> dict[Sequence, int]:
     return {piece.sequence: piece.count for piece in plan.slices}
 
 
@@ -77,7 +77,7 @@ class Rig:
         self.alive.remove(sequence)
         del self._contents[sequence]
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         """Plan, move, compute and commit; a sequence that outgrows the pool ends."""
         plan = self._moved()
         self._write(plan, {piece.sequence: self._content(piece.sequence) for piece in plan.slices})
@@ -91,7 +91,7 @@ class Rig:
         self.check()
         return plan
 
-    def failing_step(self) -> Plan:
+    def failing_step(self) -> StepPlan:
         """A step that leaves garbage in whatever it was to write."""
         plan = self._moved()
         self._write(plan, {piece.sequence: [GARBAGE] * len(piece.sequence.tokens) for piece in plan.slices})
@@ -124,7 +124,7 @@ class Rig:
         """Of an alphabet so small that answers repeat each other; the same tokens are continued in the same way."""
         return random.Random(f"{sequence.tokens} {sequence.seed}").randrange(2)
 
-    def _moved(self) -> Plan:
+    def _moved(self) -> StepPlan:
         plan = self.scheduler.plan()
         assert {piece.sequence for piece in plan.slices} == set(self.scheduler.running), "who runs is in every step"
         for block, host_block in plan.swap_out:
@@ -133,7 +133,7 @@ class Rig:
             self._device_memory[block] = list(self._host_memory[host_block])
         return plan
 
-    def _write(self, plan: Plan, contents: dict[Sequence, list[int]]) -> None:
+    def _write(self, plan: StepPlan, contents: dict[Sequence, list[int]]) -> None:
         """All writes of a step come before its reads, as in each layer of a forward."""
         written: set[tuple[int, int]] = set()
         for piece in plan.slices:

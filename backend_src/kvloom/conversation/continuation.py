@@ -16,7 +16,7 @@ _BEFORE = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y
 
 
 @dataclass(slots=True)
-class Chat:
+class ChatHistory:
     """A conversation of which every turn was one of messages.
 
     Attributes:
@@ -60,7 +60,7 @@ def answer_text(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
 
 
 def continue_chat(
-    tokenizer: "Tokenizer", history: Sequence[int], chat: Chat | None, new: "Sequence[Message]", most: int
+    tokenizer: "Tokenizer", history: Sequence[int], chat: ChatHistory | None, new: "Sequence[Message]", most: int
 ) -> Continuation:
     """Continue a conversation with new messages.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvloom.conversation.continuation import Chat
+from kvloom.conversation.continuation import ChatHistory
 from kvloom.conversation.registry import Conversation, ConversationId
 from kvloom.private import check_own_file, private_folder
 
@@ -40,7 +40,7 @@ class Found:
     retain_s: float
     kv: dict[str, object] | None
     history: "array[int]"
-    chat: Chat | None
+    chat: ChatHistory | None
 
 
 class Journal:
@@ -133,10 +133,10 @@ class Journal:
         if base is not None:
             base.close()
 
-    def _history(self, key: str) -> "tuple[array[int], Chat | None]":
+    def _history(self, key: str) -> "tuple[array[int], ChatHistory | None]":
         assert self._base is not None
         history: array[int] = array("i")
-        chat: Chat | None = Chat()
+        chat: ChatHistory | None = ChatHistory()
         rows = self._base.execute(
             "SELECT keep, ids, messages, mark_tokens, mark_characters FROM turns WHERE key = ? ORDER BY number", (key,)
         )

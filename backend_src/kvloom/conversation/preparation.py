@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 
-from kvloom.conversation.continuation import Chat, Continuation, continue_chat
+from kvloom.conversation.continuation import ChatHistory, Continuation, continue_chat
 from kvloom.conversation.registry import Conversation, Turn
 from kvloom.text.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ class Preparation:
             return False
         return turn.messages is not None or bool(turn.text and self._tokenizer.begins_anew_after(last))
 
-    def _continuation(self, history: "array[int]", chat: Chat | None, turn: Turn) -> Continuation:
+    def _continuation(self, history: "array[int]", chat: ChatHistory | None, turn: Turn) -> Continuation:
         if turn.messages is not None:
             return continue_chat(self._tokenizer, history, chat, turn.messages, self._context_length)
         ids = self._tokenizer.encode_after(history[-1], turn.text, "text_input", self._context_length)

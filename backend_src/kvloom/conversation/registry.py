@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kvloom.conversation.continuation import Chat, Continuation
+from kvloom.conversation.continuation import ChatHistory, Continuation
 from kvloom.errors import NotFound, Unavailable
 from kvloom.request import KvState, Request, Sequence, Sink
 
@@ -91,7 +91,7 @@ class Conversation:
     kv: dict[str, object] | None = None
     history: "array[int]" = field(default_factory=lambda: array("i"))
     held: KvState = field(default_factory=KvState)
-    chat: Chat | None = None
+    chat: ChatHistory | None = None
     running: Turn | None = None
     new: Continuation = field(default_factory=lambda: Continuation(0, []))
     queue: deque[Turn] = field(default_factory=deque)

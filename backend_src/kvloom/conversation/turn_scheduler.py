@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvloom.conversation.continuation import Chat, Continuation, answer_text
+from kvloom.conversation.continuation import ChatHistory, Continuation, answer_text
 from kvloom.conversation.manager import ConversationManager
 from kvloom.conversation.preparation import Preparation
 from kvloom.conversation.registry import Conversation, ConversationId, Turn
@@ -261,7 +261,7 @@ class TurnScheduler:
             turn.conversation, request.cache_salt, request.retain_s, turn.kv, counted=not turn.end
         )
         if turn.messages is not None:
-            conversation.chat = Chat()
+            conversation.chat = ChatHistory()
         self.manager.begin(conversation)
         return conversation
 

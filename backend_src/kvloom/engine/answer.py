@@ -8,7 +8,7 @@ from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer
 
 
-class Answer:
+class AnswerBuilder:
     """What the engine keeps of a request beside its sequence.
 
     Args:

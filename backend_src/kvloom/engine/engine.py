@@ -11,14 +11,14 @@ from kvloom.conversation.journal import Journal
 from kvloom.conversation.manager import ConversationManager, NoTriton, Triton
 from kvloom.conversation.registry import ConversationRegistry, Turn
 from kvloom.conversation.turn_scheduler import TurnScheduler
-from kvloom.engine.answer import Answer
+from kvloom.engine.answer import AnswerBuilder
 from kvloom.engine.observations import Observations
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.executor.runner import Runner
 from kvloom.faults import logged
 from kvloom.kv.blocks import BlockPool
 from kvloom.kv.cache import BlockCache
-from kvloom.request import Delta, FinishReason, KvState, Plan, Sampled, Sequence, Sink
+from kvloom.request import Delta, FinishReason, KvState, Sampled, Sequence, Sink, StepPlan
 from kvloom.scheduling.admission import Admission, EngineLimits
 from kvloom.scheduling.scheduler import Scheduler
 from kvloom.scheduling.timers import Timers
@@ -91,7 +91,7 @@ class Engine:
         self._limits = limits
         # the last token of a sequence needs no room: its KV is never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
-        self._answers: dict[Sequence, Answer] = {}
+        self._answers: dict[Sequence, AnswerBuilder] = {}
         # what goes out, deltas to their sinks and all else, and whether it waits until the next step is being computed
         self._outbox: deque[Callable[[], None]] = deque()
         self._holds_back = False
@@ -137,7 +137,7 @@ class Engine:
             held: what it goes on with, computed of its first tokens.
             since: when its wait for a step has begun (``time.monotonic()``).
         """
-        answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
+        answer = AnswerBuilder(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
         if self._limits.queue_timeout_s:
             self._timers.add(since + self._limits.queue_timeout_s, "queue", sequence)
@@ -156,7 +156,7 @@ class Engine:
         self._timers.forget(sequence)
         final = Delta("", (), error=error or _NO_END)
         with logged(log, "request %s has ended with a fault", sequence.request.id):
-            answer = Answer(sequence.request, self._tokenizer, self._longest, sink, self.observations)
+            answer = AnswerBuilder(sequence.request, self._tokenizer, self._longest, sink, self.observations)
             usage = answer.end(sequence, self._limits.kv_dtype)
             if error is None:
                 final = Delta("", (), reason, usage=usage)
@@ -300,7 +300,7 @@ class Engine:
                 limit = self._limits.queue_timeout_s
                 self._end(sequence, error=Unavailable(f"queue_timeout_ms: not begun within {limit * 1e3:.0f} ms"))
 
-    def _observe(self, plan: Plan, took: float) -> None:
+    def _observe(self, plan: StepPlan, took: float) -> None:
         self.steps += 1
         self.failed_steps = 0
         self.observations.add("step_seconds", took)

@@ -35,7 +35,7 @@ Failed = Callable[[RequestError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Errand:
     """What the engine thread does for another one.
 
     Attributes:
@@ -85,7 +85,7 @@ class EngineThread:
             Exception: whatever ``build`` raises.
         """
         self.stats = Stats()
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Errand] = queue.SimpleQueue()
         self._stopping = False
         # until then a step had finished or there was nothing to do
         self._moved = time.monotonic()
@@ -162,7 +162,7 @@ class EngineThread:
         self._background.submit(run)
 
     def _put(self, act: Callable[[], None], failed: Failed | None = None) -> None:
-        self._inbox.put(Message(act, failed))
+        self._inbox.put(Errand(act, failed))
 
     def _live(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
         try:
@@ -187,7 +187,7 @@ class EngineThread:
                 elif not engine.busy and check.due <= time.monotonic():
                     check.continue_chat()
                     continue
-                self._act(engine, Message(engine.tick))
+                self._act(engine, Errand(engine.tick))
                 if engine.busy:
                     check.worked()
                     steps, began = engine.steps, time.monotonic()
@@ -225,7 +225,7 @@ class EngineThread:
             self._act(engine, message)
         return True
 
-    def _act(self, engine: Engine, message: Message) -> None:
+    def _act(self, engine: Engine, message: Errand) -> None:
         """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
         try:
             message.act()

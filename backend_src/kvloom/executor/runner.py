@@ -10,7 +10,7 @@ from kvloom.executor.decode_steps import DecodeSteps
 from kvloom.kv.storage import Storage
 from kvloom.kv.transfer import copy_blocks
 from kvloom.models.decoder import Batch, Decoder
-from kvloom.request import Plan, Sampled, Slice
+from kvloom.request import Sampled, Slice, StepPlan
 
 
 class Runner:
@@ -38,7 +38,7 @@ class Runner:
         self._block_size = block_size
         self._decodes = decodes
 
-    def move(self, plan: Plan) -> None:
+    def move(self, plan: StepPlan) -> None:
         """Copy what a step swaps out, then what it swaps in."""
         copy_blocks(self._storage, self._host, plan.swap_out)
         copy_blocks(self._host, self._storage, plan.swap_in)

@@ -188,12 +188,12 @@ def chat(
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
-    from kvloom.launcher.terminal import Chat
+    from kvloom.launcher.terminal import ChatSession
 
     sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
     with _talking() as interrupts:
         with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
-            Chat(client, sampling, interrupts, system).run()
+            ChatSession(client, sampling, interrupts, system).run()
 
 
 @app.command()

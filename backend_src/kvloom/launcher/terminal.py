@@ -61,7 +61,7 @@ def print_answer(
             speed.print(_speed(start, arrivals), style="dim", markup=False, soft_wrap=True)
 
 
-class Chat:
+class ChatSession:
     """A conversation: what is typed (or piped in) line by line, and the answers to it.
 
     The server keeps it and its cache, and a turn sends only what is new. What was said is kept here, too: where the

@@ -21,7 +21,7 @@ allocator keeps come to 55 to 75 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """Where the memory of one server goes. Sizes are in bytes.
 
     Attributes:
@@ -84,7 +84,7 @@ class Plan:
         return self.blocks // blocks_for(length, self.block_size)
 
 
-def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int | None = None) -> Plan:
+def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int | None = None) -> MemoryPlan:
     """Plan a server's memory.
 
     Args:
@@ -141,7 +141,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
                 "free memory, lower swap_memory, max_batch_tokens or max_running, "
                 "or choose the size with kv_memory"
             )
-    return Plan(
+    return MemoryPlan(
         free=free,
         host_free=host_free,
         weights=weights,

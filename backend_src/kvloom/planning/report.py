@@ -11,7 +11,7 @@ from kvloom.errors import SettingsError
 from kvloom.models.spec import ModelSpec
 from kvloom.planning.dtypes import CODECS, cache_name
 from kvloom.planning.memory import size_text
-from kvloom.planning.plan import Plan, plan_memory
+from kvloom.planning.plan import MemoryPlan, plan_memory
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 """Tokens of the sequences that are counted, as far as the context reaches; its own length comes last."""
@@ -21,7 +21,7 @@ POLICY = "full"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
     """Plans to choose among.
 
     Attributes:
@@ -32,8 +32,8 @@ class Report:
     """
 
     model: str
-    served: Plan
-    plans: dict[str, Plan | SettingsError]
+    served: MemoryPlan
+    plans: dict[str, MemoryPlan | SettingsError]
     lengths: tuple[int, ...]
 
     def values(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def report(
     free: int,
     lengths: tuple[int, ...] = (),
     host_free: int | None = None,
-) -> Report:
+) -> PlanReport:
     """Plan with the settings as they are, and with every other cache dtype.
 
     Args:
@@ -137,14 +137,14 @@ def report(
     context = served.context_length
     if lengths and max(lengths) > context:
         raise SettingsError(f"--length {max(lengths)}: the longest sequence has context_length={context} tokens")
-    plans: dict[str, Plan | SettingsError] = {}
+    plans: dict[str, MemoryPlan | SettingsError] = {}
     for name in CODECS:
         try:
             plans[name] = plan_memory(spec, _with_cache(settings, name), free, host_free)
         except SettingsError as error:
             plans[name] = error
     usual = (*(length for length in LENGTHS if length < context), context)
-    return Report(model, served, plans, tuple(sorted(set(lengths))) or usual)
+    return PlanReport(model, served, plans, tuple(sorted(set(lengths))) or usual)
 
 
 def _with_cache(settings: Settings, name: str) -> Settings:

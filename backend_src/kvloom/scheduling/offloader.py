@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache
-from kvloom.request import KvState, Plan
+from kvloom.request import KvState, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Offloader:
         if not (kv_state.blocks or kv_state.host_blocks):
             self.leave(kv_state)
 
-    def give_way(self, plan: Plan, but: KvState | None = None) -> bool:
+    def give_way(self, plan: StepPlan, but: KvState | None = None) -> bool:
         """Move the least recently used KV state, except ``but``, out of its blocks; False: there is none."""
         for kv_state in self._in_blocks:
             if kv_state is not but:
@@ -102,7 +102,7 @@ class Offloader:
                 return True
         return False
 
-    def move_out(self, plan: Plan, kv_state: KvState, but: KvState | None = None) -> bool:
+    def move_out(self, plan: StepPlan, kv_state: KvState, but: KvState | None = None) -> bool:
         """Take a KV state's blocks; whether their content is copied to the host, because that pays and there is room.
 
         Older copies make room there, except that of ``but``.
@@ -118,7 +118,7 @@ class Offloader:
         kv_state.computed = kv_state.hashed = 0
         return copied
 
-    def move_in(self, plan: Plan, kv_state: KvState, found: int) -> None:
+    def move_in(self, plan: StepPlan, kv_state: KvState, found: int) -> None:
         """Copy from the host what a KV state has there behind its first ``found`` blocks; it has its blocks by now."""
         if kv_state.swapped > kv_state.computed:
             there = len(kv_state.host_blocks)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from kvloom.kv.blocks import BlockPool, blocks_for
 from kvloom.kv.cache import BlockCache, Found
-from kvloom.request import KvState, Plan, Sequence, Slice
+from kvloom.request import KvState, Sequence, Slice, StepPlan
 from kvloom.scheduling.offloader import Costs, Offloader
 from kvloom.scheduling.waiting import Waiting
 
@@ -97,10 +97,10 @@ class Scheduler:
         """Free what was parked."""
         self._offloader.release(held)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Choose the next step: running sequences first, then admissions, within the token budget."""
         self._cache.begin(time.monotonic())
-        plan = Plan()
+        plan = StepPlan()
         self._make_room(plan)
         budget = self._max_batch_tokens
         # decodes before prefill chunks, so that a long prompt never holds up running streams
@@ -117,7 +117,7 @@ class Scheduler:
         self._offloader.end_plan()
         return plan
 
-    def abandon(self, plan: Plan) -> None:
+    def abandon(self, plan: StepPlan) -> None:
         """Undo what the last plan promised, because its step failed; who runs is in its slices, and to be removed."""
         self._cache.drop_fresh()
         # the copies may be what failed
@@ -154,7 +154,7 @@ class Scheduler:
             until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
             self._cache.retain(sequence.blocks[:hashed], until)
 
-    def _slice(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+    def _slice(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Plan as many of a sequence's tokens as ``budget`` allows; returns how many."""
         count = min(sequence.pending, budget)
         if count:
@@ -162,7 +162,7 @@ class Scheduler:
             self._cache.list_computed(sequence, sequence.computed + count)
         return count
 
-    def _make_room(self, plan: Plan) -> None:
+    def _make_room(self, plan: StepPlan) -> None:
         """Give every running sequence blocks for its known tokens; conversations, then the last ranks give way."""
         index = 0
         while index < len(self.running):
@@ -177,7 +177,7 @@ class Scheduler:
                 had_retained = self._cache.stop_retaining()
                 assert had_retained, "a sequence ends before it outgrows the whole pool"
 
-    def _preempt(self, plan: Plan, sequence: Sequence) -> None:
+    def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, and goes on from a copy on the host or from the tokens it knows."""
         if self._offloader.move_out(plan, sequence):
             self.swaps += 1
@@ -200,7 +200,7 @@ class Scheduler:
         """Whether a running sequence's next token needs another block."""
         return len(sequence.tokens) == len(sequence.blocks) * self._cache.block_size
 
-    def _admit(self, plan: Plan, reserve: int) -> Sequence | None:
+    def _admit(self, plan: StepPlan, reserve: int) -> Sequence | None:
         """Let the first in rank run, if there are blocks for all its known tokens; nobody overtakes it.
 
         ``reserve`` blocks are left for those who run: what is let in must not be what is thrown out in the next step.
@@ -232,7 +232,7 @@ class Scheduler:
         self._found_for, self._found = sequence, self._cache.find(sequence.namespace, sequence.tokens, before)
         return self._found.blocks
 
-    def _get_blocks(self, plan: Plan, sequence: Sequence, found: list[int], reserve: int) -> bool:
+    def _get_blocks(self, plan: StepPlan, sequence: Sequence, found: list[int], reserve: int) -> bool:
         """Give a sequence that is to run blocks for its known tokens; False: there are not enough."""
 
         def get() -> bool:
