@@ -191,7 +191,7 @@ class Measurement:
 
 def wanted(variant: Variant, group: Group) -> Iterator[Run]:
     """The runs of the group that are measured with the variant."""
-    if group.streams <= variant.most_streams:
+    if group.streams <= variant.max_streams:
         yield from (run for run in group.runs if run.kind not in variant.skips)
 
 

@@ -45,7 +45,7 @@ class Variant:
     model: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: str = OWN
-    most_streams: int = 64
+    max_streams: int = 64
     skips: Mapping[str, str] = field(default_factory=dict)
     memory_gib: float = 2.0
     kv_gib: float | None = KV_GIB
@@ -74,7 +74,7 @@ def _in_process(weights: str, **more: Any) -> Variant:
 def _doors() -> list[Variant]:
     grpc, slower, http = DOORS
     others = dict.fromkeys(("prefill", "cold", "warm", "shared"), OTHER_CASES)
-    seldom = _kvloom("bf16", slower, "kvloom_grpc", skips=others, most_streams=32)
+    seldom = _kvloom("bf16", slower, "kvloom_grpc", skips=others, max_streams=32)
     seldom = replace(seldom, options={**seldom.options, "stream_interval_ms": 50})
     return [_kvloom("bf16", grpc, "kvloom_grpc"), seldom, _kvloom("bf16", http, "kvloom_http")]
 
@@ -84,16 +84,16 @@ def _openvino(name: str, precision: str, model: str, properties: Mapping[str, st
     return Variant(name, "openvino", precision, Environment("openvino").folder / model, options, "openvino")
 
 
-def _llamacpp(name: str, precision: str, model: Path, most_streams: int = 64) -> Variant:
+def _llamacpp(name: str, precision: str, model: Path, max_streams: int = 64) -> Variant:
     binary = Environment("llamacpp").folder / "build" / "bin" / "llama-server"
     # the binary does not know which version it was built from
     (pin,) = Environment("llamacpp").pins()
     version = "b" + pin.split("==")[1].split(".")[0]
-    options = {"binary": str(binary), "slots": most_streams, "slot_tokens": SLOT_TOKENS, "version": version}
+    options = {"binary": str(binary), "slots": max_streams, "slot_tokens": SLOT_TOKENS, "version": version}
     slow = "each of its slots computes the shared prefix anew, which takes minutes"
-    kv_gib = most_streams * SLOT_TOKENS * TOKEN_KIB / 2**20
+    kv_gib = max_streams * SLOT_TOKENS * TOKEN_KIB / 2**20
     more: dict[str, Any] = {"skips": {"shared": slow}, "memory_gib": 1.3 + kv_gib, "kv_gib": kv_gib}
-    return Variant(name, "llamacpp", precision, model, options, "llamacpp", most_streams, **more)
+    return Variant(name, "llamacpp", precision, model, options, "llamacpp", max_streams, **more)
 
 
 def variants() -> list[Variant]:
@@ -123,7 +123,7 @@ def variants() -> list[Variant]:
             "bf16",
             model_path("bf16"),
             {"dtype": "bfloat16"},
-            most_streams=32,
+            max_streams=32,
             skips={"warm": PREFIX, "shared": PREFIX},
             kv_gib=None,
         ),
@@ -131,8 +131,8 @@ def variants() -> list[Variant]:
         _in_process("w8a8"),
         # keys and values stay in its own default then, 8 bits
         _openvino("OpenVINO GenAI int8", "int8", "model-int8", {}),
-        _llamacpp("llama.cpp Q4_1", "q4_1", default_model(), most_streams=8),
-        _llamacpp("llama.cpp Q4_0", "q4_0", llamacpp / "q4_0.gguf", most_streams=32),
+        _llamacpp("llama.cpp Q4_1", "q4_1", default_model(), max_streams=8),
+        _llamacpp("llama.cpp Q4_0", "q4_0", llamacpp / "q4_0.gguf", max_streams=32),
     ]
 
 

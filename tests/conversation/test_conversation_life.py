@@ -25,10 +25,10 @@ IDLE_S = 20.0
 class TurnEngine(Rig):
     """An engine whose memory is simulated, as turns see it."""
 
-    def __init__(self, most: int, **sizes: object):
+    def __init__(self, max_conversations: int, **sizes: object):
         super().__init__(**sizes)
         self.triton = Triton()
-        self.registry = ConversationRegistry(most, IDLE_S)
+        self.registry = ConversationRegistry(max_conversations, IDLE_S)
         manager = ConversationManager(self.scheduler, self.registry, self.triton, None, self.post)
         self.turns = TurnScheduler(self, self.scheduler, None, 10_000, manager)
         self.full = False
@@ -93,7 +93,7 @@ class Life(LifeMachine):
         max_running=st.sampled_from([6, 2]),
         max_batch_tokens=st.sampled_from([40, 6]),
         share=st.sampled_from([True, True, False]),
-        most=st.sampled_from([4, 2]),
+        max_conversations=st.sampled_from([4, 2]),
     )
     def build(self, **sizes):
         self.begin(turn_scheduler)
@@ -245,7 +245,7 @@ def test_conversation_life_full():
 
 def seats_with_conversations(count: int, length: int, **sizes: object) -> TurnEngine:
     """Idle conversations 0, 1, ... of so many tokens, no two with a common beginning."""
-    engine = TurnEngine(most=10, share=False, costs=ALWAYS_SWAP, **sizes)
+    engine = TurnEngine(max_conversations=10, share=False, costs=ALWAYS_SWAP, **sizes)
     for number in range(count):
         engine.turns.submit(turn(number, length, number, start=True))
         finish(engine)
@@ -291,7 +291,7 @@ def test_who_comes_back_does_not_lose_its_copy_to_who_makes_room():
 
 
 def test_a_queued_turn_is_answered_once():
-    engine = TurnEngine(most=10, blocks=20)
+    engine = TurnEngine(max_conversations=10, blocks=20)
     engine.turns.submit(turn(0, 6, 0, start=True))
     queued = turn(0, 3, 1)
     deltas: list[Delta] = []

@@ -20,7 +20,7 @@ from support.default_model import MACHINE, default_spec
 
 def test_rows_are_medians_and_say_what_is_left_out(tmp_path):
     record = Record(tmp_path / "samples", {"rounds": 3}, resume=False)
-    whole, cut = variants()[0], next(variant for variant in variants() if variant.skips and variant.most_streams < 64)
+    whole, cut = variants()[0], next(variant for variant in variants() if variant.skips and variant.max_streams < 64)
     rates = [MACHINE, replace(MACHINE, operations={**MACHINE.operations, "bf16": 230e9}), MACHINE]
     for number, seconds in enumerate((3.0, 1.0, 2.0)):
         record.machine([whole.name], number, "batch/32", [rates[number]])

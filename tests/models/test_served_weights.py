@@ -11,7 +11,7 @@ from kvloom.models import gpu_footprint
 from kvloom.models.decoder import Decoder
 from kvloom.models.fetch import default_model
 from kvloom.models.footprint import weights_bytes
-from kvloom.models.smoothing import MOST_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
+from kvloom.models.smoothing import MAX_TOKENS, NORM_ALPHA, TEXT, UP_ALPHA, smoothing
 from kvloom.models.spec import tensor_shapes
 from kvloom.models.weight_conversion import ServedWeights, converted_weights
 from kvloom.models.weights import open_model
@@ -79,7 +79,7 @@ def reference_peaks(folder, ids: list[int]) -> dict[str, torch.Tensor]:
 def test_smoothing_evens_out_what_transformers_sees(tmp_path):
     folder = make_tiny(tmp_path, heads=4, kv_heads=2)
     files = open_model(folder)
-    ids = Tokenizer.from_folder(folder).encode(TEXT)[:MOST_TOKENS]
+    ids = Tokenizer.from_folder(folder).encode(TEXT)[:MAX_TOKENS]
     factors = smoothing(files.spec, lambda name: files.tensor(name, torch.float32), ids)
     peaks = reference_peaks(folder, ids)
     assert set(factors) == set(peaks)

@@ -153,7 +153,7 @@ def test_an_automatic_pool_leaves_the_headroom_and_no_whole_block_more(spec, fre
     assert plan.headroom == max(free // 10, LEAST_HEADROOM)
     assert plan.swap == 256 * MIB
     assert plan.left >= plan.headroom
-    if plan.blocks < plan.most_running * -(-context // 16):
+    if plan.blocks < plan.max_running * -(-context // 16):
         more = planned(spec, free, max_running=60_000, kv_blocks=plan.blocks + 1, swap_memory="256MiB")
         assert more.left < plan.headroom
 

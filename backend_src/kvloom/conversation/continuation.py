@@ -60,7 +60,7 @@ def answer_text(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
 
 
 def continue_chat(
-    tokenizer: "Tokenizer", history: Sequence[int], chat: ChatHistory | None, new: "Sequence[Message]", most: int
+    tokenizer: "Tokenizer", history: Sequence[int], chat: ChatHistory | None, new: "Sequence[Message]", max_tokens: int
 ) -> Continuation:
     """Continue a conversation with new messages.
 
@@ -73,23 +73,23 @@ def continue_chat(
         history: the conversation's token ids.
         chat: the conversation as messages; None where some turn was none: nothing is replaced then.
         new: the new messages.
-        most: tokens that a conversation may have.
+        max_tokens: tokens that a conversation may have.
 
     Raises:
         InvalidArgument: the template refuses the messages, or they are too long.
     """
     if chat is None:
-        return Continuation(len(history), _after_answer(tokenizer, history, _follow_up(tokenizer, new), most))
+        return Continuation(len(history), _after_answer(tokenizer, history, _follow_up(tokenizer, new), max_tokens))
     whole = tokenizer.render_chat([*chat.messages, *new])
     before = (chat.rendered or tokenizer.render_chat(chat.messages[:-1])) + chat.messages[-1]["content"]
     if whole.startswith(before):
-        return Continuation(len(history), _after_answer(tokenizer, history, whole[len(before) :], most), whole)
+        return Continuation(len(history), _after_answer(tokenizer, history, whole[len(before) :], max_tokens), whole)
     same = len(commonprefix([before, whole]))
     tokens, characters = max((mark for mark in chat.marks if mark[1] <= same), default=(0, 0))
     if tokens:
-        after = tokenizer.encode_after(history[tokens - 1], whole[characters:], "messages", most)
+        after = tokenizer.encode_after(history[tokens - 1], whole[characters:], "messages", max_tokens)
     else:
-        after = tokenizer.encode_rendered(whole, most)
+        after = tokenizer.encode_rendered(whole, max_tokens)
     ids = [*history[:tokens], *after]
     keep = next(
         (place for place, (old, new) in enumerate(zip(history, ids, strict=False)) if old != new),
@@ -98,9 +98,9 @@ def continue_chat(
     return Continuation(keep, ids[keep:], whole)
 
 
-def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: str, most: int) -> list[int]:
+def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: str, max_tokens: int) -> list[int]:
     """The ids of what follows an answer; the end token that closes it may be there already."""
-    ids = tokenizer.encode_after(history[-1], text, "messages", most)
+    ids = tokenizer.encode_after(history[-1], text, "messages", max_tokens)
     if history[-1] in tokenizer.eos_ids:
         end = next((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), None)
         # a template may write a blank before it

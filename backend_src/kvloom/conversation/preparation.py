@@ -17,7 +17,7 @@ class Preparation:
 
     Args:
         tokenizer: of the model.
-        context_length: most tokens of a conversation.
+        context_length: maximum number of tokens of a conversation.
 
     Attributes:
         background: the way into another thread; None: there is none.

@@ -20,7 +20,7 @@ ConversationId = int | str
 Loss = Literal["expired", "evicted", "lost"]
 """Why a conversation is gone though nobody ended it: idle for too long, others needed its place, a fault."""
 
-MOST_DROPPED = 1024
+MAX_DROPPED = 1024
 """Dropped conversations whose clients have not heard of it yet that are remembered."""
 
 
@@ -113,12 +113,12 @@ class ConversationRegistry:
     """Finds conversations by id, and the idle ones by when they were used last.
 
     Args:
-        most: how many there may be, without those of one turn.
+        max_conversations: how many there may be, without those of one turn.
         idle_s: how long one may be idle; 0: for ever.
     """
 
-    def __init__(self, most: int, idle_s: float):
-        self._most = most
+    def __init__(self, max_conversations: int, idle_s: float):
+        self._max_conversations = max_conversations
         self._idle_s = idle_s
         self._live: dict[ConversationId, Conversation] = {}
         # those without an id of their own, until they are over
@@ -159,11 +159,11 @@ class ConversationRegistry:
         Raises:
             Unavailable: nobody can go.
         """
-        if self._counted < self._most:
+        if self._counted < self._max_conversations:
             return None
         oldest = next(iter(self._idle), None)
         if oldest is None:
-            raise Unavailable(f"max_conversations: all {self._most} conversations are busy")
+            raise Unavailable(f"max_conversations: all {self._max_conversations} conversations are busy")
         return oldest
 
     def add(self, conversation: Conversation) -> None:
@@ -224,7 +224,7 @@ class ConversationRegistry:
         """Its next turn shall hear why it is gone; returns an id that is not remembered any longer, if there is one."""
         self._dropped[conversation] = loss
         self._dropped.move_to_end(conversation)
-        return self._dropped.popitem(last=False)[0] if len(self._dropped) > MOST_DROPPED else None
+        return self._dropped.popitem(last=False)[0] if len(self._dropped) > MAX_DROPPED else None
 
     def forget(self, conversation: ConversationId) -> None:
         """A client has heard that it is gone."""
@@ -232,7 +232,11 @@ class ConversationRegistry:
 
     def check(self) -> None:
         """Assert that it all fits together."""
-        assert self._counted == sum(conversation.counted for conversation in self._live.values()) <= self._most
+        assert (
+            self._counted
+            == sum(conversation.counted for conversation in self._live.values())
+            <= self._max_conversations
+        )
         assert not self._live.keys() & self._dropped.keys(), "a conversation is live and dropped"
         for conversation in self._live.values():
             assert (conversation in self._idle) == (not conversation.busy), f"{conversation.id}: idle or busy?"

@@ -71,7 +71,7 @@ class TurnScheduler:
         engine: runs the turns.
         scheduler: keeps what is computed.
         tokenizer: of the model.
-        context_length: most tokens of a conversation.
+        context_length: maximum number of tokens of a conversation.
         manager: of the conversations.
 
     Attributes:

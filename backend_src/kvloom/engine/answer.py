@@ -14,7 +14,7 @@ class AnswerBuilder:
     Args:
         request: what was asked.
         tokenizer: of the model.
-        longest: most tokens of a sequence, prompt and answer.
+        longest: maximum number of tokens of a sequence, prompt and answer.
         sink: where the deltas go.
         observations: gets its times.
 

@@ -93,10 +93,10 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
     host = BlockPool(plan.swap_blocks)
     if on_gpu:
         phase("compiling the GPU kernels and recording the decode steps")
-        limits_of_step = settings.max_batch_tokens, plan.most_running, plan.context_length
+        limits_of_step = settings.max_batch_tokens, plan.max_running, plan.context_length
         runner: Runner = GpuRunner.recorded(decoder, storage, host_storage, settings.block_size, *limits_of_step)
     else:
-        decodes = DecodeSteps(decoder, storage.layers, plan.most_running, plan.context_length, record=record)
+        decodes = DecodeSteps(decoder, storage.layers, plan.max_running, plan.context_length, record=record)
         runner = Runner(decoder, storage, host_storage, settings.block_size, decodes)
     scheduler = Scheduler(cache, host, costs, settings.max_running, settings.max_batch_tokens)
     limits = EngineLimits(

@@ -17,14 +17,14 @@ Name = Literal[
 class Observations:
     """A queue that the engine fills and one other thread empties; where nobody does, old values fall out."""
 
-    def __init__(self, most: int = 1_000_000):
-        self._values: deque[tuple[Name, float]] = deque(maxlen=most)
+    def __init__(self, max_values: int = 1_000_000):
+        self._values: deque[tuple[Name, float]] = deque(maxlen=max_values)
 
     def add(self, name: Name, value: float) -> None:
         """Note a value."""
         self._values.append((name, value))
 
-    def drain(self, most: int | None = None) -> list[tuple[Name, float]]:
+    def drain(self, max_values: int | None = None) -> list[tuple[Name, float]]:
         """Take out the oldest so many of what was noted so far, in order; None: all."""
-        count = len(self._values) if most is None else min(most, len(self._values))
+        count = len(self._values) if max_values is None else min(max_values, len(self._values))
         return [self._values.popleft() for _ in range(count)]

@@ -25,7 +25,7 @@ class DecodeInputs:
     """The inputs of decode steps, at the same addresses in every step.
 
     Args:
-        sequences: most sequences in a step.
+        sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
         block_size: tokens of a block.
     """
@@ -80,7 +80,7 @@ class DecodeSteps:
     Args:
         decoder: the model.
         layers: the cache's memory, per layer.
-        sequences: most sequences in a step.
+        sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
         record: False to compute every step.
     """

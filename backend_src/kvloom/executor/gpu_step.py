@@ -17,8 +17,8 @@ class GpuStep:
     Args:
         decoder: the model.
         layers: the cache's memory, per layer.
-        tokens: most tokens in a step.
-        sequences: most sequences in a step.
+        tokens: maximum number of tokens in a step.
+        sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
         device: where everything lies. A CPU works, too, for tests.
 
@@ -37,7 +37,7 @@ class GpuStep:
     ):
         self._decoder = decoder
         self._layers = layers
-        self._most = sequences
+        self._max_sequences = sequences
         self._largest_step = tokens
         self._context_length = context_length
         self._device = device
@@ -60,8 +60,8 @@ class GpuStep:
         """
         for tokens in sorted({min(tokens, self._largest_step) for tokens in (8, 16, 32, 64, self._largest_step)}):
             self.run(*self._to_nowhere(tokens))
-        self._buffers.pad_all(self._most)
-        sizes = graph_sizes(self._most)
+        self._buffers.pad_all(self._max_sequences)
+        sizes = graph_sizes(self._max_sequences)
         for size in sizes:
             # compiles kernels, and lets cuBLAS choose its own
             self._decode(size)
@@ -111,10 +111,10 @@ class GpuStep:
         if self._done is not None:
             self._done.record()
 
-    def _to_nowhere(self, most: int) -> tuple[Batch, SamplingTensors]:
+    def _to_nowhere(self, max_sequences: int) -> tuple[Batch, SamplingTensors]:
         """A chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
-        two = most > 1 and self._most > 1
-        counts = [min(most - 1, self._context_length), 1] if two else [1]
+        two = max_sequences > 1 and self._max_sequences > 1
+        counts = [min(max_sequences - 1, self._context_length), 1] if two else [1]
         rows, tokens = len(counts), sum(counts)
         starts = torch.tensor([0, *counts]).cumsum(0)
         zeros, ones = torch.zeros(rows), torch.ones(rows)

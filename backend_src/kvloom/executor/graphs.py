@@ -11,9 +11,9 @@ Record = Callable[[Callable[[], None]], Replay]
 """Runs work once, recording what it launches, and returns what launches all of that again."""
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Numbers of sequences that a graph is recorded for: 1, 2, 4, 8, then every 16, and ``most`` itself."""
-    return [size for size in (1, 2, 4, 8) if size < most] + [*range(16, most, 16), most]
+def graph_sizes(max_sequences: int) -> list[int]:
+    """Numbers of sequences that a graph is recorded for: 1, 2, 4, 8, then every 16, and ``max_sequences`` itself."""
+    return [size for size in (1, 2, 4, 8) if size < max_sequences] + [*range(16, max_sequences, 16), max_sequences]
 
 
 class CudaRecorder:

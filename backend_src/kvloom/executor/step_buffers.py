@@ -44,9 +44,9 @@ class StepBuffers:
     is padding, sequences of length 0 whose one token has slot -1, so that nothing of it is written.
 
     Args:
-        tokens: most tokens in a step.
-        sequences: most sequences in a step.
-        blocks: most blocks of a sequence.
+        tokens: maximum number of tokens in a step.
+        sequences: maximum number of sequences in a step.
+        blocks: maximum number of blocks of a sequence.
         device: where the step is computed.
     """
 

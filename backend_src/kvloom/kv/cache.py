@@ -92,7 +92,7 @@ class BlockCache:
         total: blocks in the pool.
         block_size: tokens per block.
         share: list full blocks, so that later sequences find them; False: every block is private.
-        retain_limit: most blocks that can be retained.
+        retain_limit: maximum number of blocks that can be retained.
         block_hash: one of ``KEY_TYPES``.
         first_use: is told of each block that is handed out for the first time; they come in order.
     """

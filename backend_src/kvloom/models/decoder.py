@@ -39,7 +39,7 @@ class Batch:
         seq_lens: int32 [B], tokens of each sequence up to and with this step's.
         block_tables: int32 [B, M], padded with 0.
         logit_rows: int64 [R], the rows of T whose logits are wanted.
-        max_queries: most tokens of one sequence in this step; known without asking the device.
+        max_queries: maximum number of tokens of one sequence in this step; known without asking the device.
         max_length: the longest of ``seq_lens``.
     """
 

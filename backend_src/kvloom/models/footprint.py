@@ -92,8 +92,8 @@ def step_bytes(
         weights: as of ``weights_bytes``.
         dtype: of activations.
         kv_dtype_bytes: size of a cached number.
-        tokens: most tokens in a step.
-        rows: most sequences in a step, whose logits are wanted.
+        tokens: maximum number of tokens in a step.
+        rows: maximum number of sequences in a step, whose logits are wanted.
         length: longest sequence in tokens.
     """
     fp32, size = torch.float32.itemsize, dtype.itemsize

@@ -6,7 +6,7 @@ import torch
 
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom.ops.gpu.decode_splits import split_count
-from kvloom.ops.gpu.linear_splits import most_parts_bytes
+from kvloom.ops.gpu.linear_splits import max_parts_bytes
 from kvloom.ops.linear_groups import GROUP, unpacked_bytes
 
 SAMPLER_LOGITS = 6
@@ -53,8 +53,8 @@ def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: in
         spec: the model's shape.
         weights: as of ``weights_bytes``.
         dtype: of activations.
-        tokens: most tokens in a step; no more rows than that are decoded.
-        rows: most sequences in a step.
+        tokens: maximum number of tokens in a step; no more rows than that are decoded.
+        rows: maximum number of sequences in a step.
     """
     return step_bytes(spec, weights, dtype, dtype.itemsize, min(tokens, rows), rows, spec.context_length)
 
@@ -81,4 +81,4 @@ def step_bytes(
     # gate and up, and what becomes of them
     mlp = 3 * tokens * spec.intermediate_size * size
     logits = rows * spec.vocab_size * SAMPLER_LOGITS * fp32
-    return max(stream + qkv + attention, stream + mlp, stream + logits) + most_parts_bytes(_MULTIPROCESSORS)
+    return max(stream + qkv + attention, stream + mlp, stream + logits) + max_parts_bytes(_MULTIPROCESSORS)

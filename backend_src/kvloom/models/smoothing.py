@@ -18,7 +18,7 @@ UP_ALPHA = 0.5
 LEAST = 1e-5
 """No peak counts as smaller than this."""
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """Tokens of the text that are computed."""
 
 TEXT = """\
@@ -48,14 +48,14 @@ def smoothing(
     Args:
         spec: the model's shape.
         read: canonical name to its weight in fp32; every layer is read once and let go.
-        token_ids: the text; at most ``MOST_TOKENS`` of it are computed.
+        token_ids: the text; at most ``MAX_TOKENS`` of it are computed.
 
     Returns:
         Name of a norm to what its weight is divided by, fp32 [hidden]; of an MLP's up product to what its weight's rows
         are, fp32 [intermediate].
     """
     factors = {}
-    count = min(len(token_ids), MOST_TOKENS, spec.context_length)
+    count = min(len(token_ids), MAX_TOKENS, spec.context_length)
     x = read("embed_tokens.weight")[list(token_ids[:count])]
     angles = torch.outer(torch.arange(count, dtype=torch.float32), rope_inv_freq(spec))
     angles = torch.cat((angles, angles), -1)

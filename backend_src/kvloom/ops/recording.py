@@ -77,14 +77,14 @@ class Recorder:
     """Records work on a number of rows, such as the sequences of a decode step.
 
     Results get memory that is given out again as soon as nothing refers to it, so that all layers of a model share the
-    same few buffers; and each has room for ``most`` rows, so that all recordings do.
+    same few buffers; and each has room for ``max_rows`` rows, so that all recordings do.
 
     Args:
-        most: most rows.
+        max_rows: maximum number of rows.
     """
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_rows: int):
+        self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
         self._rows = 0
@@ -102,7 +102,7 @@ class Recorder:
             rows: that every result is so many times as large as for one row.
             work: uses the library's ops on tensors that stay where they are.
         """
-        assert 0 < rows <= self._most
+        assert 0 < rows <= self._max_rows
         # nothing of an earlier recording is in use any more: what still refers to it is its result
         recording: Recording[T] = Recording()
         self._rows, self._free, self._recording = rows, list(self._buffers), recording
@@ -118,7 +118,7 @@ class Recorder:
         """See ``native.Recorder``."""
         size = math.prod(shape) * dtype.itemsize
         row = -(-size // self._rows)
-        buffer = self._take(row * self._most)
+        buffer = self._take(row * self._max_rows)
         # torch holds on to the array as long as any view of the tensor lives
         memory = buffer[:size]
         weakref.finalize(memory, self._free.append, buffer).atexit = False

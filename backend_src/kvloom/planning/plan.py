@@ -37,9 +37,9 @@ class MemoryPlan:
         block_bytes: size of a block.
         blocks: blocks of the pool.
         swap_blocks: blocks in host memory for sequences that are swapped out.
-        retain_blocks: most blocks of the pool that may be kept for prompts which ask for it.
+        retain_blocks: maximum number of blocks of the pool that may be kept for prompts which ask for it.
         context_length: longest sequence in tokens.
-        most_running: most sequences in a step.
+        max_running: maximum number of sequences in a step.
     """
 
     free: int
@@ -56,7 +56,7 @@ class MemoryPlan:
     swap_blocks: int
     retain_blocks: int
     context_length: int
-    most_running: int
+    max_running: int
 
     @property
     def token_bytes(self) -> float:
@@ -103,13 +103,13 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     block_bytes = codec.block_bytes(geometry)
     # each running sequence computes at least one token in every step
-    most_running = min(settings.max_running, settings.max_batch_tokens)
+    max_running = min(settings.max_running, settings.max_batch_tokens)
     on_gpu = settings.device.startswith("cuda")
     sizes = gpu_footprint if on_gpu else footprint
     scratch = 0 if on_gpu else footprint.scratch_bytes(spec, settings.step_threads)
     kind = weights_name(settings)
     weights = sizes.weights_bytes(spec, kind, dtype)
-    products = sizes.products_bytes(spec, kind, dtype, settings.max_batch_tokens, most_running)
+    products = sizes.products_bytes(spec, kind, dtype, settings.max_batch_tokens, max_running)
     headroom = max(int(free * HEADROOM_SHARE), LEAST_HEADROOM)
     swap_blocks = size_bytes(settings.swap_memory) // block_bytes
     swap = swap_blocks * block_bytes
@@ -124,15 +124,15 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         # no sequence outgrows the pool
         longest = min(context, blocks * settings.block_size)
         tokens = settings.max_batch_tokens
-        return scratch + sizes.step_bytes(spec, kind, dtype, codec.dtype.itemsize, tokens, most_running, longest)
+        return scratch + sizes.step_bytes(spec, kind, dtype, codec.dtype.itemsize, tokens, max_running, longest)
 
     if settings.kv_blocks or settings.kv_memory != "auto":
         blocks = _chosen_blocks(settings, free, block_bytes)
         _check_swap(settings, free - blocks * block_bytes, swap_here)
     else:
-        most = most_running * blocks_for(context, settings.block_size)
+        max_blocks = max_running * blocks_for(context, settings.block_size)
         room = free - weights - products - headroom - swap_here
-        blocks = bisect_right(range(most + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
+        blocks = bisect_right(range(max_blocks + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
         if blocks < 1:
             raise SettingsError(
                 f"setting kv_memory='auto': not one block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
@@ -156,7 +156,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         swap_blocks=swap_blocks,
         retain_blocks=_retain_blocks(settings, block_bytes, blocks),
         context_length=context,
-        most_running=most_running,
+        max_running=max_running,
     )
 
 

@@ -87,7 +87,7 @@ class PlanReport:
         table = Table(
             title="the cache, and how many sequences of so many tokens it holds",
             title_justify="left",
-            caption=f"* what these settings serve, at most {self.served.most_running:,} sequences at a time",
+            caption=f"* what these settings serve, at most {self.served.max_running:,} sequences at a time",
             caption_justify="left",
         )
         for name in ("cache", "policy"):

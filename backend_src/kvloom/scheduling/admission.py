@@ -16,10 +16,10 @@ class EngineLimits:
     Attributes:
         context_length: longest sequence, prompt and answer, in tokens.
         vocab_size: ids that the model has an embedding for.
-        max_queue: most requests waiting, beside those that may run at once.
+        max_queue: maximum number of requests waiting, beside those that may run at once.
         kv_dtype: name of the cache's dtype, for usage.
         queue_timeout_s: longest wait for the first step; 0: for ever.
-        max_conversations: most conversations, without those of one turn.
+        max_conversations: maximum number of conversations, without those of one turn.
         conversation_idle_s: how long a conversation may be idle; 0: for ever.
         fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
     """

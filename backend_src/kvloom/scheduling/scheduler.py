@@ -32,8 +32,8 @@ class Scheduler:
         cache: where blocks come from.
         host: where the content of blocks is kept for those who gave them away; an empty pool: nowhere.
         costs: what giving blocks away costs.
-        max_running: most sequences in a step.
-        max_batch_tokens: most tokens in a step; bounds the running sequences too.
+        max_running: maximum number of sequences in a step.
+        max_batch_tokens: maximum number of tokens in a step; bounds the running sequences too.
 
     Attributes:
         swaps: preemptions whose blocks were copied to the host.

@@ -103,7 +103,7 @@ class Tokenizer:
         parts = gguf_tokenizer.build(metadata)
         return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a raw prompt.
 
         Begins with BOS where the model wants one, once, also when the text spells it out itself; never ends with an
@@ -111,34 +111,34 @@ class Tokenizer:
 
         Args:
             text: the prompt.
-            most: a text that is certain to be more tokens is refused without being tokenized.
+            max_tokens: a text that is certain to be more tokens is refused without being tokenized.
 
         Raises:
             InvalidArgument: the text is empty, too long, or holds half of a surrogate pair.
         """
         if not text:
             raise InvalidArgument("text_input", "must not be empty")
-        ids = self._encode(text, "text_input", most)
+        ids = self._encode(text, "text_input", max_tokens)
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
-    def encode_piece(self, text: str, field: str, most: int | None = None) -> list[int]:
-        """Token ids of a piece of text as such: no BOS, none at all for an empty text. ``most``: see ``encode``.
+    def encode_piece(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a piece of text as such: no BOS, none at all for an empty text. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: it is too long, or holds half of a surrogate pair; ``field`` is the input at fault.
         """
-        return self._encode(text, field, most)
+        return self._encode(text, field, max_tokens)
 
-    def encode_chat(self, messages: Sequence[chat.Message], most: int | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[chat.Message], max_tokens: int | None = None) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
-        The template alone decides about BOS and EOS, so that nothing is added twice. ``most``: see ``encode``.
+        The template alone decides about BOS and EOS, so that nothing is added twice. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
                 surrogate pair.
         """
-        return self.encode_rendered(self.render_chat(messages), most)
+        return self.encode_rendered(self.render_chat(messages), max_tokens)
 
     def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
         """The text that the chat template makes of messages; with ``answer``, up to where the assistant answers.
@@ -148,24 +148,24 @@ class Tokenizer:
         """
         return chat.render(self._hf, messages, answer)
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a rendered chat or a part of one: nothing is added. ``most``: see ``encode``.
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered chat or a part of one: nothing is added. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: the text is too long, or holds half of a surrogate pair.
         """
-        return self._encode(text, "messages", most)
+        return self._encode(text, "messages", max_tokens)
 
-    def encode_after(self, before: int | None, text: str, field: str, most: int | None = None) -> list[int]:
+    def encode_after(self, before: int | None, text: str, field: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
 
         Tokenizers of SentencePiece's kind put a blank before whatever they encode, and after every special token. A
-        piece that follows ordinary text gets none here. ``field`` and ``most``: see ``encode_piece`` and ``encode``.
+        piece that follows ordinary text gets none here. ``field`` and ``max_tokens``: see there.
 
         Raises:
             InvalidArgument: the text is too long, or holds half of a surrogate pair.
         """
-        plain = self._encode(text, field, most)
+        plain = self._encode(text, field, max_tokens)
         if not self._puts_blank_first or self.begins_anew_after(before):
             return plain
         pieces = (self._after_anchor(text, anchor) for anchor in _ANCHORS)
@@ -183,9 +183,9 @@ class Tokenizer:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def _encode(self, text: str, field: str, most: int | None = None) -> list[int]:
-        if most is not None and len(text) > self.max_characters(most):
-            raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {most}")
+    def _encode(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
+        if max_tokens is not None and len(text) > self.max_characters(max_tokens):
+            raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {max_tokens}")
         try:
             text.encode()
         except UnicodeEncodeError as error:

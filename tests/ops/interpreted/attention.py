@@ -9,8 +9,8 @@ from kvloom.ops.attention import paged_attention
 from kvloom.ops.gpu.decode_attention import decode_workspace
 from kvloom.ops.gpu.decode_splits import (
     LEAST_TOKENS,
-    MOST_PROGRAMS_PER_MULTIPROCESSOR,
-    MOST_TOKENS,
+    MAX_PROGRAMS_PER_MULTIPROCESSOR,
+    MAX_TOKENS,
     split_count,
 )
 from support.paged_batch import PagedBatch, attention_in_float64, paged_batch
@@ -134,9 +134,9 @@ def test_split_count(multiprocessors, kv_heads):
             assert splits == 1 or length / splits >= LEAST_TOKENS / 2, "parts too short to pay"
             if length >= 8192 and splits < 32:
                 assert programs >= multiprocessors, "part of the machine has nothing to do"
-            if programs < MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors / 2:
-                assert length / splits <= MOST_TOKENS, "a part that everything waits for"
-            assert splits == 1 or programs <= 2 * MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+            if programs < MAX_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors / 2:
+                assert length / splits <= MAX_TOKENS, "a part that everything waits for"
+            assert splits == 1 or programs <= 2 * MAX_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
             assert splits == split_count(batch, kv_heads, max(length - 1, length * 3 // 4), multiprocessors)
 
 

@@ -5,7 +5,7 @@ import torch
 from tolerance import close
 
 from kvloom.ops.gpu.linear import QuantizedLinear, pack, unpack
-from kvloom.ops.gpu.linear_splits import MOST_ROWS, most_parts_bytes, split_count
+from kvloom.ops.gpu.linear_splits import MAX_ROWS, max_parts_bytes, split_count
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -105,8 +105,8 @@ def test_a_sum_is_divided_only_where_programs_are_few():
 def test_no_product_has_more_parts_than_were_planned(multiprocessors):
     def parts(out_features: int, blocks: int) -> int:
         split = split_count(out_features, blocks, multiprocessors)
-        return split * MOST_ROWS * out_features * 4 if split > 1 else 0
+        return split * MAX_ROWS * out_features * 4 if split > 1 else 0
 
     most = max(parts(128 * columns, blocks) for columns in range(1, 700) for blocks in (8, 64, 500, 10_000))
-    planned = most_parts_bytes(multiprocessors)
+    planned = max_parts_bytes(multiprocessors)
     assert 0.4 * planned < most <= planned

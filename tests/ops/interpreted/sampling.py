@@ -26,7 +26,7 @@ def _small_and_poisoned(monkeypatch):
 
 
 def use_sizes(monkeypatch, sizes: tuple[int, ...]) -> None:
-    for name, size in zip(("TILE", "GROUP", "FEW", "MOST"), sizes, strict=True):
+    for name, size in zip(("TILE", "GROUP", "FEW", "MAX_FOUND"), sizes, strict=True):
         monkeypatch.setattr(fused, name, size)
 
 

@@ -3,11 +3,11 @@
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LEAST_TOKENS = 256
 """Of a split: with fewer, writing and joining the parts costs more than it gains."""
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """Of a split: a longest sequence among short ones is then no program that the others wait for."""
-MOST_PROGRAMS_PER_MULTIPROCESSOR = 64
-"""A limit to ``MOST_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
-MOST_SPLITS = 128
+MAX_PROGRAMS_PER_MULTIPROCESSOR = 64
+"""A limit to ``MAX_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
+MAX_SPLITS = 128
 
 
 def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
@@ -19,8 +19,8 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
     length = _power_of_2(max_length)
     pairs = batch * kv_heads
     busy = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs
-    short = min(length // MOST_TOKENS, MOST_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
-    return max(1, min(_power_of_2(max(busy, short)), length // LEAST_TOKENS, MOST_SPLITS))
+    short = min(length // MAX_TOKENS, MAX_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
+    return max(1, min(_power_of_2(max(busy, short)), length // LEAST_TOKENS, MAX_SPLITS))
 
 
 def _power_of_2(number: int) -> int:

@@ -9,9 +9,9 @@ import triton
 
 from kvloom.ops.gpu import linear_kernels as kernels
 from kvloom.ops.gpu.attention_parts import multiprocessors
-from kvloom.ops.gpu.linear_splits import COLUMNS, MOST_ROWS, split_count
+from kvloom.ops.gpu.linear_splits import COLUMNS, MAX_ROWS, split_count
 
-_MOST_WITH_MINIMA = 1024
+_MAX_WITH_MINIMA = 1024
 """Rows times the words of a row of weights: with minima there are no registers for the sums of more."""
 
 _SUM_BLOCK = 1024
@@ -57,7 +57,7 @@ class QuantizedLinear:
         """[T, in_features] in fp32, fp16 or bf16 to [T, out_features], in x's dtype or ``out_dtype``."""
         assert x.is_contiguous() and x.shape[1] == self.in_features
         rows = x.shape[0]
-        split = self._split if rows <= MOST_ROWS else 1
+        split = self._split if rows <= MAX_ROWS else 1
         out = torch.empty(rows, self.out_features, dtype=out_dtype or x.dtype, device=x.device)
         if not rows:
             return out
@@ -67,8 +67,8 @@ class QuantizedLinear:
         backend = _backend()
         # AMD's matrix instructions take no fewer than 16
         least = 8 if backend == "cuda" else 16
-        most = _MOST_WITH_MINIMA // self._words.shape[2] if self._minima else MOST_ROWS
-        tile = min(max(triton.next_power_of_2(rows), least), most)
+        max_rows = _MAX_WITH_MINIMA // self._words.shape[2] if self._minima else MAX_ROWS
+        tile = min(max(triton.next_power_of_2(rows), least), max_rows)
         grid = (triton.cdiv(self.out_features, COLUMNS), split, triton.cdiv(rows, tile))
         kernels.quantized_product[grid](
             x,

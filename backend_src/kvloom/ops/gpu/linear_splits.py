@@ -3,7 +3,7 @@
 COLUMNS = 128
 """out_features of a program."""
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows of a program at most. More rows are as many programs, whose sums are not divided."""
 
 _LEAST_SHARE = 4
@@ -22,6 +22,6 @@ def split_count(out_features: int, blocks: int, multiprocessors: int) -> int:
     return split
 
 
-def most_parts_bytes(multiprocessors: int) -> int:
+def max_parts_bytes(multiprocessors: int) -> int:
     """Bytes of a product's parts at most, whatever its shape: fp32, of fewer than twice the programs asked for."""
-    return 2 * multiprocessors * _PROGRAMS * COLUMNS * MOST_ROWS * 4
+    return 2 * multiprocessors * _PROGRAMS * COLUMNS * MAX_ROWS * 4

@@ -29,7 +29,7 @@ TILE = 4096
 """Scores per program. Fixed, so that sums don't depend on the number of rows."""
 
 GROUP = 32
-FEW, MOST = 1024, 8192
+FEW, MAX_FOUND = 1024, 8192
 """Tokens that are drawn from in registers: as many as there mostly are, and as many as there may be."""
 
 FINE, NOT_FINITE, STUCK = (int(state.value) for state in (kernels.FINE, kernels.NOT_FINITE, kernels.STUCK))
@@ -186,7 +186,7 @@ def _draw(
     rows, vocab = scores.shape
     tiles = triton.cdiv(vocab, TILE)
     masses = scores.new_empty(rows, tiles, dtype=torch.int64)
-    keys, ids = scores.new_empty(2, rows, MOST, dtype=torch.int32)
+    keys, ids = scores.new_empty(2, rows, MAX_FOUND, dtype=torch.int32)
     kernels.collect[(rows, tiles)](
         scores,
         scores.stride(0),
@@ -203,7 +203,7 @@ def _draw(
         keys,
         ids,
         TILE=TILE,
-        MOST=MOST,
+        MAX_FOUND=MAX_FOUND,
         num_warps=8,
     )
     kernels.draw[(rows,)](
@@ -226,7 +226,7 @@ def _draw(
         TILE=TILE,
         TILES=triton.next_power_of_2(tiles),
         FEW=FEW,
-        MOST=MOST,
+        MAX_FOUND=MAX_FOUND,
         num_warps=16,
     )
 

@@ -132,7 +132,7 @@ def settle(
 @triton.jit
 def collect(
     scores, stride, vocab, temperature, min_p, top_k, top_p, states, peaks, cuts, found, masses, keys_found, ids_found,
-    TILE: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
     """The weight of a tile of a row; and where top-k or top-p are on, its tokens that could be drawn, in any order."""
     row = tl.program_id(0).to(tl.int64)
@@ -148,9 +148,9 @@ def collect(
             order = tl.cumsum(kept.to(tl.int32), 0)
             start = tl.atomic_add(found + row, tl.max(order, 0), sem="relaxed")
             target = start + order - 1
-            fits = kept & (target < MOST)
-            tl.store(keys_found + row * MOST + target, keys, mask=fits)
-            tl.store(ids_found + row * MOST + target, places, mask=fits)
+            fits = kept & (target < MAX_FOUND)
+            tl.store(keys_found + row * MAX_FOUND + target, keys, mask=fits)
+            tl.store(ids_found + row * MAX_FOUND + target, places, mask=fits)
 
 
 @triton.jit
@@ -226,14 +226,14 @@ def _draw_ranked(u, k, p, whole, keys, scores, vocab, peak, heat, min_p, TILE: t
 
 
 @triton.jit
-def _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MOST: tl.constexpr):
+def _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MAX_FOUND: tl.constexpr):
     """The token that is drawn from ``count`` ones found, all in registers."""
-    place = tl.arange(0, MOST)
+    place = tl.arange(0, MAX_FOUND)
     keys = tl.load(keys_found + place, mask=place < count, other=_IMPOSSIBLE)
-    key, rank = _draw_ranked(u, k, p, whole, keys, None, vocab, 0.0, 0.0, 0.0, MOST)
+    key, rank = _draw_ranked(u, k, p, whole, keys, None, vocab, 0.0, 0.0, 0.0, MAX_FOUND)
     ids = tl.load(ids_found + place, mask=place < count, other=_IMPOSSIBLE)
     ids = tl.where(keys == key, ids, _IMPOSSIBLE)
-    return _reach(rank + 1, True, ids, None, vocab, 0.0, 0.0, 0.0, MOST)
+    return _reach(rank + 1, True, ids, None, vocab, 0.0, 0.0, 0.0, MAX_FOUND)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _draw_from_row(u, k, p, whole, scores, vocab, peak, heat, min_p, TILE: tl.co
 def draw(
     scores, stride, vocab, temperature, min_p, top_k, top_p, uniform, states, peaks, found, masses, tiles,
     keys_found, ids_found, tokens,
-    TILE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
     """Invert a row's cumulative distribution at ``uniform``: by rank where top-k or top-p are on, else by id."""
     row = tl.program_id(0).to(tl.int64)
@@ -284,12 +284,12 @@ def draw(
             token = start + tl.sum(passed.to(tl.int32), 0)
         else:
             count = tl.load(found + row)
-            keys_found += row * MOST
-            ids_found += row * MOST
+            keys_found += row * MAX_FOUND
+            ids_found += row * MAX_FOUND
             if count <= FEW:
                 token = _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, FEW)
-            elif count <= MOST:
-                token = _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MOST)
+            elif count <= MAX_FOUND:
+                token = _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MAX_FOUND)
             else:
                 token = _draw_from_row(u, k, p, whole, scores, vocab, peak, heat, floor, TILE)
         tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
