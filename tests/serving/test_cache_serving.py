@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from test_metrics import TYPES
 
 from kvloom.errors import LaunchError, SettingsError
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
+from kvloom.serving.metric_families import FAMILIES
 from kvloom_client import Answer, Client, InvalidArgument, Unavailable
 from kvloom_client.answer import join
 from support.many_endings import nothing_is_left
@@ -276,7 +276,7 @@ def test_every_metric_is_there_with_its_type(tiny, small):
         with urllib.request.urlopen(small.metrics_url, timeout=10) as response:
             lines = response.read().decode().splitlines()
     types = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE kvloom_"))
-    assert types == TYPES
+    assert types == {family.name: family.kind for family in FAMILIES}
     names = set(metrics(small))
     for state in ("free", "used", "cached", "swapped"):
         assert f'kvloom_blocks{{state="{state}"}}' in names
@@ -303,7 +303,7 @@ def test_metrics_count_what_happened(tiny, small):
     steps = [added[f"kvloom_{name}_count"] for name in ("step_seconds", "step_tokens", "step_sequences")]
     assert steps[0] == steps[1] == steps[2] >= max(one["max_tokens"] for one in requests)
     assert added["kvloom_ttft_seconds_sum"] >= added["kvloom_queue_seconds_sum"] > 0
-    for name, kind in TYPES.items():
+    for name, kind in types.items():
         if kind == "histogram":
             assert added[f'{name}_bucket{{le="+Inf"}}'] == added[f"{name}_count"]
 
