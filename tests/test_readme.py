@@ -52,7 +52,7 @@ COVERED_BY = {
     "pip install ./client": REHEARSED,
     "python3 -m pip wheel --no-deps --wheel-dir build/wheels ./client .": REHEARSED,
     "python3 -m venv /opt/kvloom": REHEARSED,
-    "/opt/kvloom/bin/pip install -c .ci/constraints.txt build/wheels/*.whl": REHEARSED,
+    "/opt/kvloom/bin/pip install -c .ci/constraints.txt build/wheels/*.whl nvidia-pytriton": REHEARSED,
     "/opt/kvloom/bin/kvloom serve --model /models/my-llama": REHEARSED,
     "docker build -f docker/Dockerfile --target cpu -t kvloom:cpu .": REHEARSED,
     "docker run --init -p 127.0.0.1:8000-8003:8000-8003 -v kvloom-cache:/cache -v /models:/models:ro kvloom:cpu "
