@@ -181,11 +181,13 @@ def test_command(server: Server, command: str):
     assert_idle(server)
 
 
+@pytest.mark.slow
 def test_make_demo():
     [recipe] = re.findall(r"^demo: setup\n\t\$\(BIN\)/kvloom (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "Paris" in run(KVLOOM, *shlex.split(recipe), "--set=threads=1", "--set=kv_memory=64MiB")
 
 
+@pytest.mark.slow
 def test_an_admin_token_drains(tiny: Tiny, tmp_path: Path):
     [block] = [block for block in BLOCKS if any("admin-token-file" in command for command in block.commands)]
     make_token, serve, drain = block.commands

@@ -47,7 +47,7 @@ def check_own_file(path: Path) -> None:
         found = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return
-    if found.st_uid not in (0, os.geteuid()) or not stat.S_ISREG(found.st_mode) or found.st_mode & stat.S_IWOTH:
+    if found.st_uid not in (0, os.geteuid()) or not stat.S_ISREG(found.st_mode) or found.st_mode & OTHERS_WRITE:
         raise PermissionError(f"{path} may be the work of another user: remove it")
 
 

@@ -34,6 +34,8 @@ class Progress:
 
     def at(self, done: int) -> None:
         """So much is done."""
+        # pip holds a wheel twice for a moment
+        done = min(done, self._total)
         part, now = done * PARTS // self._total, time.monotonic()
         if part > self._part and now - self._said_at >= LEAST_S:
             self._part, self._said_at = part, now

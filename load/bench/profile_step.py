@@ -134,7 +134,7 @@ def _timed_by_op(settings: Settings, clock: Clock, streams: int, patches: ExitSt
     model._head = clock.around("head", model._head)
     for name in OPS:
         patches.enter_context(patch.object(decoder, name, clock.around(name, getattr(decoder, name))))
-    for module, name in ((runner, "choose"), (decode_steps, "likeliest")):
+    for module, name in ((runner, "choose"), (decode_steps, "argmax")):
         patches.enter_context(patch.object(module, name, clock.around(SAMPLING, getattr(module, name))))
     patches.enter_context(patch.object(model, "forward", clock.around(MODEL, model.forward)))
     return engine

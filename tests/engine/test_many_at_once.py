@@ -59,13 +59,13 @@ class Held:
     """Rendering that takes as long as a test wants."""
 
     def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch):
-        self.begun, self.continue_chat = threading.Event(), threading.Event()
+        self.begun, self.go_on = threading.Event(), threading.Event()
         self._render = running.talks.tokenizer.render_chat
         monkeypatch.setattr(running.talks.tokenizer, "render_chat", self._held)
 
     def _held(self, *arguments: object) -> str:
         self.begun.set()
-        assert self.continue_chat.wait(60)
+        assert self.go_on.wait(60)
         return self._render(*arguments)
 
 
@@ -75,7 +75,7 @@ def held(running, monkeypatch) -> Iterator[Held]:
     assert running.chat(2, "What is a cache?", start=True).wait().reason is FinishReason.LENGTH
     made = Held(running, monkeypatch)
     yield made
-    made.continue_chat.set()
+    made.go_on.set()
 
 
 def test_a_chat_that_is_long_to_render_holds_nobody_up(running, held):
@@ -85,7 +85,7 @@ def test_a_chat_that_is_long_to_render_holds_nobody_up(running, held):
     assert running.say(3, start=True).wait().reason is FinishReason.LENGTH
     assert '"busy": true' in running.control("status", 2).wait().text
     assert not slow
-    held.continue_chat.set()
+    held.go_on.set()
     assert slow.wait().reason is FinishReason.LENGTH
 
 
@@ -94,7 +94,7 @@ def test_turns_keep_their_order_while_one_is_rendered(running, held):
     turns = [running.chat(2, "one"), running.say(2), running.chat(2, "three")]
     for number, turn in enumerate(turns):
         turn.append = lambda delta, number=number: delta.final and heard.append(number)
-    held.continue_chat.set()
+    held.go_on.set()
     for turn in turns:
         assert turn.ended.wait(60)
     assert heard == [0, 1, 2]
@@ -106,7 +106,7 @@ def test_what_is_cancelled_while_it_is_rendered_is_part_of_the_conversation(runn
     assert running.control("cancel", 2).wait().reason is FinishReason.STOP
     assert slow.wait().reason is FinishReason.CANCELLED
     after = running.say(2)
-    held.continue_chat.set()
+    held.go_on.set()
     assert after.wait().reason is FinishReason.LENGTH
     prompt = running.talks.tokenizer.decode(after.asked.request.prompt_ids)
     assert "And the dog?" in prompt
@@ -118,7 +118,7 @@ def test_a_restart_does_not_wait_for_what_is_rendered(running, held):
     assert running.say(2, start=True).wait().reason is FinishReason.LENGTH
     for turn in (slow, queued):
         assert isinstance(turn.wait().error, Cancelled)
-    held.continue_chat.set()
+    held.go_on.set()
     assert running.say(2).wait().reason is FinishReason.LENGTH
     running.others_did_not_notice()
 
@@ -129,7 +129,7 @@ def test_an_end_waits_for_what_is_rendered(running, held):
     assert held.begun.wait(60)
     wait_for_more(running.neighbour)
     assert not ended
-    held.continue_chat.set()
+    held.go_on.set()
     assert slow.wait().reason is FinishReason.LENGTH
     assert ended.wait().reason is FinishReason.STOP
 
@@ -141,7 +141,7 @@ def test_a_drain_waits_for_what_is_rendered(running, held):
     running.engine_thread.cancel(running.neighbour.asked)
     running.neighbour.wait()
     assert not drained
-    held.continue_chat.set()
+    held.go_on.set()
     assert slow.wait().reason is FinishReason.LENGTH
     assert drained.wait().reason is FinishReason.STOP
 
@@ -149,7 +149,7 @@ def test_a_drain_waits_for_what_is_rendered(running, held):
 def test_a_stop_ends_what_is_rendered(running, held):
     slow, queued = running.chat(2, "And the dog?"), running.chat(2, "Why?")
     assert held.begun.wait(60)
-    running.engine_thread.drain(0.0, lambda _: held.continue_chat.set())
+    running.engine_thread.drain(0.0, lambda _: held.go_on.set())
     running.engine_thread.stop()
     for turn in (slow, queued):
         assert isinstance(turn.wait().error, Unavailable)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
 
+from kvloom.config import Settings
 from kvloom.engine import build
 from kvloom.executor import decode_steps
 from kvloom.executor.decode_steps import DecodeSteps
@@ -20,6 +21,7 @@ from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.native import library, stop_using_native
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.recording import Recorder, Recording
+from kvloom.planning.dtypes import DTYPES, activations_name
 from kvloom.scheduling.scheduler import Costs
 from support.compiled import use_compiled
 from support.engine_driver import Driver
@@ -149,7 +151,7 @@ def test_memory_is_what_was_planned(tmp_path, weights, hidden):
     for _ in range(5):
         driver.submit([5, 6, 7], max_tokens=6)
     driver.run()
-    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    dtype = DTYPES[activations_name(Settings(weights=weights, device="cpu"))]
     planned = recorded_bytes(open_model(model).spec, weights, dtype, 5)
     real = steps_of(driver)._recorder.nbytes
     # results of the same size share memory: queries and what is as wide as they are, where the hidden size is
@@ -211,7 +213,7 @@ def test_what_was_recorded_is_not_replayed_once_its_memory_is_gone(folder, monke
 
 def test_without_the_library_nothing_is_recorded(folder, monkeypatch):
     expected = Driver(folder).answer([5, 6, 7], max_tokens=8).ids
-    monkeypatch.setattr(build, "use_native", lambda *_: stop_using_native())
+    monkeypatch.setattr(build, "use_native", lambda *_, **__: stop_using_native())
     driver = Driver(folder)
     assert steps_of(driver)._recorder is None
     assert driver.answer([5, 6, 7], max_tokens=8).ids == expected

@@ -249,7 +249,7 @@ def test_nobody_hears_of_an_end_before_the_last_delta(model, monkeypatch):
     # a start that comes now is not undone by the end that is still on its way
     driver.turn(7, [8, 9], start=True, max_tokens=3)
     assert log == ["final", "triton", "ended"]
-    assert driver.triton.told == [("taken", 7), ("end", 7), ("taken", 7)]
+    assert [told for told in driver.triton.told if told[1] == 7] == [("taken", 7), ("end", 7), ("taken", 7)]
     driver.run_all()
     driver.end_all()
 

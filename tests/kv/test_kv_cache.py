@@ -88,7 +88,7 @@ def test_what_two_computed_is_one_block_as_soon_as_one_follows():
     for sequence in (first, second):
         assert cache.open(sequence.blocks, [], len(sequence.tokens))
     for sequence in (first, second):
-        cache.list_computed(sequence, 2 * BLOCK)
+        cache.hash_computed(sequence, 2 * BLOCK)
     assert (first.hashed, second.hashed) == (2, 0)
     assert cache.follow(second) == 2 * BLOCK
     assert second.blocks[:2] == first.blocks[:2]

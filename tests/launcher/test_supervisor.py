@@ -225,7 +225,7 @@ class Talks:
         for stream in self._running:
             next(stream)
 
-    def continue_chat(self) -> None:
+    def go_on(self) -> None:
         """Each is as its last finished turn left it; what never had one is lost, and that is said."""
         for stream in self._running:
             with pytest.raises(ConnectionFailed):
@@ -258,7 +258,7 @@ def strike(
         serving.wait_until_health_is(200, 30)
         before.assert_gone()
         assert ask(serving.url) == expected
-        talks.continue_chat()
+        talks.go_on()
     assert child(serving.process).group != before.group
     return ends
 

@@ -31,6 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_finds_everything_right(tmp_path):
     done = run("--dry", "--report", tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -124,6 +124,7 @@ def test_a_library_that_cannot_be_loaded_is_told_of(tmp_path, monkeypatch, caplo
     assert "broken.so" in line
 
 
+@pytest.mark.slow
 def test_another_source_or_compiler_is_another_library(tmp_path, monkeypatch):
     use_compiled()  # there is a compiler
     real = shutil.which("g++")

@@ -43,6 +43,7 @@ def plain(tiny) -> Iterator[Server]:
 # what was found in the cache
 
 
+@pytest.mark.slow
 def test_usage_and_metrics_tell_what_was_found(tiny, small):
     prompt = tokens(1, 100)
 

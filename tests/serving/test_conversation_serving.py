@@ -259,6 +259,7 @@ def left_open(client, names):
     yield talks
 
 
+@pytest.mark.slow
 def test_idle_conversations_expire(tiny):
     """H28: one clear error after the idle limit, never a hang; an answer on its way is not idle."""
     with (
@@ -320,6 +321,7 @@ def test_clients_that_die_without_an_end(tiny):
                 talk.end()
 
 
+@pytest.mark.slow
 def test_conversations_survive_a_killed_server(tiny, tmp_path):
     settings = {"journal_dir": tmp_path / "journal", "kv_blocks": 512}
     with tiny.serve(**settings) as server, Client(server.grpc_url) as client:

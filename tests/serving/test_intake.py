@@ -50,12 +50,25 @@ def test_one_conversations_many_requests_do_not_come_before_anothers(intake):
     assert seen.index("one") <= READERS
 
 
+def test_what_is_quickly_done_waits_for_its_own_conversation_only(intake):
+    held, seen = threading.Event(), []
+    for number in range(READERS + 1):
+        intake.put(number, lambda: held.wait(60))
+    intake.do("ping", lambda: seen.append("ping"))
+    assert seen == ["ping"]
+    intake.do(0, lambda: seen.append("cancel"))
+    assert seen == ["ping"]
+    held.set()
+    intake.stop()
+    assert seen == ["ping", "cancel"]
+
+
 def test_a_fault_ends_nothing_but_itself(intake, caplog):
     intake.put(7, mock.Mock(side_effect=ValueError("a fault")))
     done = threading.Event()
     intake.put(7, done.set)
     assert done.wait(60)
-    assert "a request to conversation 7 was lost with a fault" in caplog.text
+    assert "a request to conversation 7 failed and was dropped" in caplog.text
 
 
 def test_a_stop_reads_what_has_come(intake):

@@ -41,7 +41,7 @@ def test_nobody_holds_a_family_or_a_metric_after_the_stop(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvloom.serving.metrics", raising=False)
     try:
         module = importlib.import_module("kvloom.serving.metrics")
-        metrics = module.Metrics(SimpleNamespace(stats=Stats(finished={"stop": 1})))
+        metrics = module.Metrics(SimpleNamespace(stats=Stats(finished={"stop": 1})), "llm")
         assert len(LIVE) > len(FAMILIES)
         metrics.stop()
         assert list(LIVE) == []

@@ -237,6 +237,7 @@ def test_h18_what_the_pool_can_never_hold(tiny, plain):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.slow
 def test_h19_nothing_is_lost_by_preemption(tiny, plain, mode):
     requests = [{"input_ids": tokens(1900 + number, 100), "max_tokens": 1000, **GREEDY} for number in range(8)]
     half = 8 * 1100 // BLOCK // 2

@@ -171,6 +171,7 @@ def answers(model: Path) -> list[tuple[int, tuple[int, ...]]]:
         return [(answer.num_input_tokens, answer.token_ids) for answer in got]
 
 
+@pytest.mark.slow
 def test_h24_gguf_and_safetensors_give_the_same_answers(tmp_path):
     folder = make_tiny(tmp_path / "hf", heads=4, kv_heads=2)
     # weights that F16 holds exactly, so that greedy answers must be equal, not only close

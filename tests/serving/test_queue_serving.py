@@ -59,6 +59,7 @@ def until_waiting(server: Server, count: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_higher_priorities_run_first_and_equal_ones_in_order(tiny):
     order: list[int] = []
     # far apart: what waits gains a level every five seconds

@@ -225,7 +225,7 @@ def test_who_is_given_up_while_it_is_looked_at_is_given_up(serving):
 @pytest.fixture
 def generate(serving: Any) -> Iterator[Any]:
     model = serving.generate.GenerateModel()
-    model.initialize({})
+    model.initialize({"model_config": '{"parameters": {}}'})
     yield model
     model.finalize()
 
@@ -309,7 +309,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
     ended: list[int] = []
     llm.script = {"ping": ping}
-    self_calls = serving.self_calls.SelfCalls("secret", ended.append)
+    self_calls = serving.self_calls.SelfCalls("llm", "secret", ended.append)
     self_calls.end(1)
     self_calls.end(2)
     wait_until(lambda: sorted(ended) == [1, 2])
@@ -318,7 +318,7 @@ def test_the_link_goes_on_after_a_fault(serving, llm):
 
 @pytest.mark.parametrize("taken_in", ["call", "pause"])
 def test_the_link_does_not_end_again_what_a_client_has_started_meanwhile(serving, llm, monkeypatch, taken_in):
-    self_calls = serving.self_calls.SelfCalls("secret", lambda conversation: None)
+    self_calls = serving.self_calls.SelfCalls("llm", "secret", lambda conversation: None)
     wait = self_calls._stopping.wait
 
     def pause(seconds: float) -> bool:

@@ -18,7 +18,7 @@ def compute(cache: BlockCache, tokens: list[int], salt: str = "") -> Sequence:
     found = cache.match(salt, tokens)
     assert cache.open(sequence.blocks, found, len(tokens))
     sequence.hashed = len(found)
-    cache.list_computed(sequence, len(tokens))
+    cache.hash_computed(sequence, len(tokens))
     sequence.computed = len(tokens)
     return sequence
 

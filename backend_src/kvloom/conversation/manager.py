@@ -53,13 +53,13 @@ class ConversationManager:
 
     Args:
         scheduler: keeps what is computed of them.
-        register: finds them; empty.
+        registry: finds them; empty.
         triton: hears which ids it shall know.
         journal: keeps histories for an engine after this one; None: nobody does.
         post: the way to clients and to Triton: nobody shall hear of an end before its last delta.
 
     Attributes:
-        register: finds them.
+        registry: finds them.
     """
 
     def __init__(

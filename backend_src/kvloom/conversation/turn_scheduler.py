@@ -211,10 +211,10 @@ class TurnScheduler:
         self._running.clear()
         for conversation in self.manager.registry.everyone():
             held, conversation.held, conversation.running = conversation.held, KvState(), None
-            with logged(log, "conversation %s gave its blocks back with a fault", conversation.id):
+            with logged(log, "could not release the blocks of conversation %s", conversation.id):
                 self._scheduler.discard(held)
             if not self.manager.registry.resting(conversation):
-                with logged(log, "conversation %s went on with a fault", conversation.id):
+                with logged(log, "could not continue conversation %s", conversation.id):
                     self.proceed(conversation)
 
     def fail_queued(self, error: RequestError) -> None:
@@ -223,7 +223,7 @@ class TurnScheduler:
             was_next = conversation.preparing
             self._fail_queue(conversation, error)
             if was_next is not None:
-                with logged(log, "conversation %s went on with a fault", conversation.id):
+                with logged(log, "could not continue conversation %s", conversation.id):
                     self.proceed(conversation)
         # whose conversation a fault has taken away
         for turn in self._queued.values():

@@ -207,11 +207,13 @@ class Engine:
     @property
     def wakes_at(self) -> float:
         """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
-        return self.turns.manager.registry.next_expiry
+        return min(self.turns.manager.registry.next_expiry, self._timers.next)
 
     def tick(self) -> None:
         """Do what is due between steps."""
-        self.turns.manager.expire(time.monotonic())
+        now = time.monotonic()
+        self._end_overdue(now)
+        self.turns.manager.expire(now)
 
     def step(self) -> None:
         """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.

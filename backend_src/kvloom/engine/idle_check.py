@@ -32,7 +32,7 @@ class IdleCheck:
         if self.due < float("inf"):
             self.worked()
 
-    def continue_chat(self) -> None:
+    def proceed(self) -> None:
         """Check a bit more; at the end nothing is due."""
         if self._parts is None:
             self._parts = self._begin()

@@ -181,11 +181,12 @@ class EngineThread:
             try:
                 if self._drains:
                     self._continue_drain(engine)
-                came = self._handle(engine, 0.0 if engine.busy else _until(min(engine.wakes_at, check.due)))
+                limits = [limit for limit, _ in self._drains]
+                came = self._handle(engine, 0.0 if engine.busy else _until(min(engine.wakes_at, check.due, *limits)))
                 if came:
                     check.disturbed()
                 elif not engine.busy and check.due <= time.monotonic():
-                    check.continue_chat()
+                    check.proceed()
                     continue
                 self._act(engine, Errand(engine.tick))
                 if engine.busy:
@@ -198,7 +199,7 @@ class EngineThread:
                 self.stats = engine.stats()
             except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
                 log.exception("the engine failed outside a step")
-                with logged(log, "the engine has not recovered"):
+                with logged(log, "recovering the engine failed"):
                     engine.recover(Internal(f"the engine failed: {error}"))
                     self.stats = engine.stats()
         self._end_drains()
@@ -232,9 +233,9 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 whatever it is, one request's fault must not end the others
             refused = isinstance(error, RequestError) and message.failed is not None
             if not refused:
-                log.exception("what another thread has asked for ended with a fault")
+                log.exception("an errand for another thread failed")
             if message.failed is not None:
-                with logged(log, "who has asked for it could not be told"):
+                with logged(log, "could not tell the thread that asked of its failure"):
                     message.failed(as_request_error(error))
             if not refused:
                 engine.check_invariants()
@@ -254,7 +255,7 @@ class EngineThread:
     def _end_drains(self) -> None:
         drains, self._drains = self._drains, []
         for _, done in drains:
-            with logged(log, "who has asked to drain could not be told of its end"):
+            with logged(log, "could not tell of the end of a drain"):
                 done(self._cut_short)
 
 

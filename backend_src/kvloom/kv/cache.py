@@ -91,7 +91,7 @@ class BlockCache:
     Args:
         total: blocks in the pool.
         block_size: tokens per block.
-        share: list full blocks, so that later sequences find them; False: every block is private.
+        share: hash full blocks, so that later sequences find them; False: every block is private.
         retain_limit: maximum number of blocks that can be retained.
         block_hash: one of ``KEY_TYPES``.
         first_use: is told of each block that is handed out for the first time; they come in order.
@@ -229,8 +229,8 @@ class BlockCache:
             sequence.computed = max(sequence.computed, sequence.hashed * self.block_size)
         return sequence.computed - before
 
-    def list_computed(self, sequence: Sequence, end: int) -> None:
-        """List a sequence's full blocks before token ``end``, whose keys and values this step computes."""
+    def hash_computed(self, sequence: Sequence, end: int) -> None:
+        """Hash a sequence's full blocks before token ``end``, whose keys and values this step computes."""
         if not self.shares:
             return
         while (index := sequence.hashed) < end // self.block_size:
@@ -247,7 +247,7 @@ class BlockCache:
             sequence.hashed += 1
 
     def drop_fresh(self) -> None:
-        """Unlist what this step was to compute, because it failed."""
+        """Unhash what this step was to compute, because it failed."""
         for block in self._fresh:
             self._unhash(block)
         self._fresh.clear()

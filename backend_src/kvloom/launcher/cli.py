@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -120,8 +120,7 @@ def serve(
                 shared_memory=shared_memory,
                 verbose=verbose,
             )
-            with ExitStack() as cleanup:
-                cleanup.enter_context(supervisor)
+            with supervisor:
                 for warning in access.warnings(shared_memory, os.geteuid()):
                     print(f"kvloom: warning: {warning}", file=sys.stderr)
                 addresses = (f"{name}={supervisor.ports.address(name)}" for name in ENDPOINTS)

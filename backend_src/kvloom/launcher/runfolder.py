@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 PLAIN = re.compile(r"[A-Za-z0-9._/+-]*")
 """Names that a shell takes as they are."""
 
-FALLBACK = "/tmp"
+FALLBACK = Path("/tmp").resolve()
 
 
 def run_folder() -> "tempfile.TemporaryDirectory[str]":
@@ -26,13 +26,12 @@ def run_folder() -> "tempfile.TemporaryDirectory[str]":
     Raises:
         LaunchError: there is no such place.
     """
-    folder = tempfile.gettempdir()
-    if not PLAIN.fullmatch(folder):
-        log.warning("TMPDIR=%s has characters that Triton can't take; using %s", ascii(folder), FALLBACK)
-        folder = FALLBACK
+    place = Path(tempfile.gettempdir()).resolve()
+    if not PLAIN.fullmatch(str(place)):
+        log.warning("TMPDIR=%s has characters that Triton can't take; using %s", ascii(str(place)), FALLBACK)
+        place = FALLBACK
     try:
-        place = Path(folder).resolve()
         check_place(place)
     except OSError as error:
         raise LaunchError(f"the folder for temporary files: {error}; name another one in TMPDIR") from error
-    return tempfile.TemporaryDirectory(prefix="kvloom-", dir=folder)
+    return tempfile.TemporaryDirectory(prefix="kvloom-", dir=place)

@@ -70,7 +70,12 @@ class ServerLog:
         return LaunchError("\n  | ".join([f"{what}; the end of its log ({self._path}):", *lines[-TAIL_LINES:]]))
 
     def follow(self, show: Callable[[str], None]) -> Callable[[], None]:
-        """Hand over each line that is appended, in a thread; returns what ends it, which may be called again."""
+        """Hand over each line that is appended, in a thread; returns what ends it, which may be called again.
+
+        Of a terminal or a pipe nothing can be read again: whoever is there sees the lines themselves.
+        """
+        if not self._path.is_file():
+            return lambda: None
         ended = threading.Event()
 
         def read() -> None:

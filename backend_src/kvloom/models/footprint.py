@@ -29,7 +29,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
 
     Args:
         spec: the model's shape.
-        weights: fp32, bf16, int8, int4 or w8a8, see ``served.ServedWeights``.
+        weights: fp32, bf16, int8, int4 or w8a8, see ``weight_conversion.ServedWeights``.
         dtype: of activations and of plain weights.
     """
     native = is_buildable()

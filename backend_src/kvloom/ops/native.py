@@ -133,9 +133,9 @@ def use_native(cache: Path, machine: str = "native", building: Callable[[str], N
     Returns:
         Whether the ops are in C++.
     """
-    global _library
+    global _library, _failed
     try:
-        _library = _find_or_build(cache, machine, building)
+        _library, _failed = _find_or_build(cache, machine, building), False
     except _NotUsable as error:
         use_torch(str(error))
     except OSError as error:
@@ -165,7 +165,10 @@ def _find_or_build(cache: Path, machine: str, building: Callable[[str], None]) -
             except subprocess.CalledProcessError as error:
                 raise _NotUsable(f"building them failed: {error}\n{error.stderr[-2000:]}") from error
             os.replace(built, path)
-    return Library(path)
+    try:
+        return Library(path)
+    except OSError as error:
+        raise _NotUsable(f"{path} can't be loaded: {error}; remove it, and it is built again") from error
 
 
 def _build(compiler: str, machine: str, built: Path, building: Callable[[str], None]) -> None:

@@ -159,7 +159,7 @@ class Scheduler:
         count = min(sequence.pending, budget)
         if count:
             plan.slices.append(Slice(sequence, sequence.computed, count))
-            self._cache.list_computed(sequence, sequence.computed + count)
+            self._cache.hash_computed(sequence, sequence.computed + count)
         return count
 
     def _make_room(self, plan: StepPlan) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
             sequence.hashed = len(found)
             sequence.computed = len(found) * self._cache.block_size
         self._offloader.move_in(plan, sequence, len(found))
-        self._cache.list_computed(sequence, sequence.computed)
+        self._cache.hash_computed(sequence, sequence.computed)
         hit = self._hit(sequence, sequence.computed)
         if looked_up and self._cache.shares:
             self.prefix_queried += len(sequence.tokens)

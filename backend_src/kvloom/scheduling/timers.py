@@ -30,6 +30,11 @@ class Timers:
             self._heap = [entry for entry in self._heap if entry[3] in self._live]
             heapq.heapify(self._heap)
 
+    @property
+    def next(self) -> float:
+        """When something may be due (``time.monotonic()``); infinite: nothing will be."""
+        return self._heap[0][0] if self._heap else float("inf")
+
     def due(self, now: float) -> list[tuple[Kind, Sequence]]:
         """Take out what is due."""
         found: list[tuple[Kind, Sequence]] = []

@@ -57,7 +57,7 @@ class CancelWatcher:
     def _run(self) -> None:
         while not self._stop.wait(CANCEL_POLL_S):
             for sender, on_cancel in self._round():
-                with logged(log, "who has left could not be taken notice of"):
+                with logged(log, "could not cancel a request whose client has left"):
                     if sender.cancelled():
                         with self._lock:
                             del self._watched[sender]

@@ -61,7 +61,7 @@ def act(
     Args:
         control: what to do.
         own: the request's own conversation, meant where the control names none.
-        loop: whose thread does it.
+        engine_thread: does it.
         kv_dtype: dtype of the cache, for status.
         admin_token: the setting of that name.
         sink: of the request.

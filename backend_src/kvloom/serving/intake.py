@@ -38,6 +38,18 @@ class Intake:
                 return
         self._ready.put(conversation)
 
+    def do(self, conversation: ConversationId, job: Callable[[], None]) -> None:
+        """Call a function at once, in this thread, unless something was put for this conversation: then after that.
+
+        For what is quickly done and must not wait for the long texts of others. Of the same thread as ``put``.
+        """
+        with self._lock:
+            pending = conversation in self._jobs
+        if pending:
+            self.put(conversation, job)
+        else:
+            job()
+
     def stop(self) -> None:
         """Call what is left, then end the threads; nothing is put any more."""
         with self._lock:
@@ -53,7 +65,7 @@ class Intake:
 
     def _run(self) -> None:
         while (conversation := self._ready.get()) is not None:
-            with logged(log, "a request to conversation %s was lost with a fault", conversation):
+            with logged(log, "a request to conversation %s failed and was dropped", conversation):
                 self._jobs[conversation][0]()
             with self._lock:
                 waiting = self._jobs[conversation]

@@ -118,9 +118,9 @@ class LlmModel:
         do = partial(act, call.control, conversation, self._engine_thread, kv_dtype, self._admin_token, stream)
         # what was sent before it to the conversation that it means is taken before it, too
         meant = conversation if call.control.conversation is None else call.control.conversation
-        self._intake.put(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
+        self._intake.do(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
         follow = partial(_follow, conversation=conversation, end=_flags(request)[1], own_call=parameters.self_call)
-        self._intake.put(conversation, lambda: self._engine_thread.with_turns(follow))
+        self._intake.do(conversation, lambda: self._engine_thread.with_turns(follow))
 
     def _submit(
         self,

@@ -19,20 +19,20 @@ ESCAPED, OTHER_KEYS = 6, 2**20
 """The most characters that JSON takes for one, and those that are granted to what no template may write out."""
 
 
-def parse_messages(text: str, most: int | None = None) -> list[Message]:
+def parse_messages(text: str, max_characters: int | None = None) -> list[Message]:
     """Read the ``messages`` input: a JSON list of objects with a role and a content.
 
     Other keys of a message are left for the template.
 
     Args:
         text: the JSON.
-        most: characters that a chat may have: what is certain to have more is refused without being parsed, which
+        max_characters: that a chat may have. What is certain to have more is refused without being parsed, which
             holds up everybody else.
 
     Raises:
         InvalidArgument: too long, not JSON, an empty list, or a message without a string role and content; says which.
     """
-    if most is not None and len(text) > ESCAPED * most + OTHER_KEYS:
+    if max_characters is not None and len(text) > ESCAPED * max_characters + OTHER_KEYS:
         raise InvalidArgument("messages", f"have {len(text)} characters; a chat that fits the context has fewer")
     try:
         messages = json.loads(text)
