@@ -63,7 +63,7 @@ COVERED_BY = {
     "tritonserver --model-repository=model_repository --model-control-mode=none "
     "--http-restricted-api=shared-memory,model-repository,trace,logging:switched:off=- "
     "--grpc-restricted-protocol=shared-memory,model-repository,trace,logging:switched:off=-": (
-        "tests/launcher/test_access.py::without_launcher"
+        "tests/support/bare_server.py::bare_server"
     ),
     "curl -s -o /dev/null -w '%{http_code}' 127.0.0.1:8003/health/ready": DRAIN,
     "head -c 24 /dev/urandom | base64 > admin-token": DRAIN,

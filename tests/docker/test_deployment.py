@@ -1,7 +1,6 @@
 """What docker/ promises, as far as a machine without Docker shows it (H36 of the faults that users reported)."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,13 +20,14 @@ import typer
 import yaml
 
 from kvloom.errors import LaunchError
-from kvloom.launcher import cli, launch, processes, tritonserver
+from kvloom.launcher import cli, launch, processes
 from kvloom.launcher.health import HealthEndpoint
 from kvloom.launcher.launch import Server
 from kvloom.launcher.ports import Ports
 from kvloom.launcher.repository import ModelRepository
 from kvloom.serving.metric_families import FAMILIES
 from kvloom_client import Client, HttpClient
+from support.bare_server import bare_server
 from support.in_small_memory import use
 from support.launched import KVLOOM
 from support.server import SETTINGS
@@ -191,27 +191,10 @@ def test_as_first_process_with_64_mib_of_shared_memory_until_sigterm(tiny):
         serving.communicate()
 
 
-def test_tritonserver_serves_the_repository_without_the_launcher(tiny, tmp_path):
-    ModelRepository(SETTINGS | {"model": str(tiny)}).write(tmp_path / "model_repository")
-    installation = tritonserver.find(None, tmp_path)
-    ports = Ports().resolved()
-    command = [str(installation.binary), "--model-repository=model_repository"]
-    # what an installed tritonserver knows by itself
-    command += [f"--backend-directory={installation.backends}"]
-    # as in every test: free ports of this machine's own address
-    for name in ("http", "grpc", "metrics"):
-        command += [f"--{name}-address={ports.host}", f"--{name}-port={getattr(ports, name)}"]
-    environment = installation.environment(os.environ)
-    with (tmp_path / "log").open("wb") as log:
-        running = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: b"Started Metrics Service" in (tmp_path / "log").read_bytes(), 240)
-        with Client(ports.address("grpc")) as client, HttpClient(f"http://{ports.address('http')}") as http:
-            for door in (client, http):
-                assert door.generate(input_ids=[5], max_tokens=3, ignore_eos=True).num_output_tokens == 3
-    finally:
-        running.terminate()
-        assert running.wait(60) == 0
+def test_tritonserver_serves_the_repository_without_the_launcher(tmp_path):
+    with bare_server(tmp_path) as (http_url, grpc_url), Client(grpc_url) as client, HttpClient(http_url) as http:
+        for endpoint in (client, http):
+            assert endpoint.generate(input_ids=[5], max_tokens=3, ignore_eos=True).num_output_tokens == 3
 
 
 def test_a_host_that_is_not_this_machines_is_refused():

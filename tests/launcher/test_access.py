@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +15,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
-import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from kvloom.launcher import access, tritonserver
+from kvloom.launcher import access
 from kvloom.launcher.launch import Server
-from kvloom.launcher.ports import Ports
-from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
-from support.http_door import post
+from support.bare_server import bare_server
 from support.launched import launched
-from support.server import REFERENCE, SETTINGS, assert_idle, canary, eventually
+from support.server import REFERENCE, SETTINGS, assert_idle, canary
 from support.tiny_models import make_tiny
 
 DOCUMENT = (Path(__file__).parents[2] / "docker" / "README.md").read_text()
@@ -155,35 +151,6 @@ def request(url: str, method: str, path: str, body: object, headers: dict[str, s
         connection.close()
 
 
-@contextmanager
-def without_launcher(folder: Path) -> Iterator[tuple[str, str]]:
-    """A tritonserver as docker/README.md starts it: its HTTP and gRPC address."""
-    [command] = re.findall(r"\$ tritonserver ((?:.*\\\n)*.*)", DOCUMENT)
-    options = command.replace("\\\n", " ").split()
-    assert options == ["--model-repository=model_repository", *access.options(shared_memory=False)]
-    settings = SETTINGS | {"model": str(make_tiny(folder / "model"))}
-    ModelRepository(settings).write(folder / "model_repository")
-    installation = tritonserver.find(None, folder)
-    ports = Ports().resolved()
-    for name in ("http", "grpc", "metrics"):
-        options += [f"--{name}-address={ports.host}", f"--{name}-port={getattr(ports, name)}"]
-    options += [f"--backend-directory={installation.backends}"]
-    with (folder / "log").open("wb") as log:
-        running = subprocess.Popen(
-            [str(installation.binary), *options],
-            cwd=folder,
-            env=installation.environment(os.environ),
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        eventually(lambda: b"Started Metrics Service" in (folder / "log").read_bytes(), within=500)
-        yield f"http://{ports.address('http')}", ports.address("grpc")
-    finally:
-        running.terminate()
-        assert running.wait(60) == 0
-
-
 @pytest.fixture(scope="module", params=["kvloom serve", "tritonserver"])
 def doors(request, tmp_path_factory) -> Iterator[tuple[str, str]]:
     """HTTP and gRPC address of a server with and without the launcher."""
@@ -194,7 +161,7 @@ def doors(request, tmp_path_factory) -> Iterator[tuple[str, str]]:
         canary(server)
         assert_idle(server)
     else:
-        with without_launcher(tmp_path_factory.mktemp("bare")) as addresses:
+        with bare_server(tmp_path_factory.mktemp("bare")) as addresses:
             yield addresses
 
 
@@ -384,60 +351,6 @@ def test_an_operator_may_allow_shared_memory_and_is_warned(tmp_path):
         _, said = serving.process.communicate(timeout=60)
         assert "kvloom: warning: --shared-memory: every client can read and write" in said
         assert ("kvloom: warning: running as root" in said) == (os.geteuid() == 0)
-
-
-@pytest.mark.parametrize("name", ["kvloom_forwarded", "kvloom_link", "kvloom_secret"])
-@pytest.mark.parametrize("value", ["{}", "not json", '{"temperature": 3}', "", True, 7, 0.5])
-def test_forged_calls_between_models_are_refused(server, name, value):
-    refusal = f"INVALID_ARG: {name}: is for calls that the server's models make themselves; leave it out"
-    status, text = post(server, {"text_input": "Hello", "max_tokens": 1, name: value})
-    assert (status, json.loads(text)) == (400, {"error": refusal})
-    for model in ("llm", "generate"):
-        for inputs in ({"text_input": "Hello"}, {"control": '{"op": "ping"}'}):
-            assert grpc_refusal(server, model, inputs, {name: value}) == refusal
-
-
-def test_a_forged_self_call_does_not_change_a_conversation(server, client):
-    with client.conversation("forged") as talk:
-        talk.generate(text_input="Hello", max_tokens=4, temperature=0.0)
-        before = talk.status()
-        forged: list[dict[str, object]] = [{"kvloom_link": ""}, {"kvloom_link": "", "kvloom_secret": "guess"}]
-        for parameters in forged:
-            text = grpc_refusal(server, "llm", {"control": '{"op": "ping"}'}, parameters, sequence_id="forged")
-            assert text.startswith("INVALID_ARG: kvloom_link: ")
-        after = talk.status()
-        assert (after["tokens"], after["busy"]) == (before["tokens"], False)
-    canary(server)
-    assert_idle(server)
-
-
-def grpc_refusal(
-    server: Server, model: str, inputs: dict[str, str], parameters: dict[str, object], sequence_id: str = ""
-) -> str:
-    """The error of a request with parameters of its own."""
-    heard: list[object] = []
-    came = threading.Event()
-
-    def take(result: object, error: object) -> None:
-        heard.append(error)
-        came.set()
-
-    tensors = []
-    for name, text in inputs.items():
-        tensors.append(triton.InferInput(name, [1, 1], "BYTES"))
-        tensors[-1].set_data_from_numpy(np.array([[text.encode()]], dtype=object))
-    more: dict[str, object] = {}
-    if model == "llm":
-        # a turn of a conversation that is there, or one that is one turn long
-        own = not sequence_id
-        more = {"sequence_id": sequence_id or "forger", "sequence_start": own, "sequence_end": own}
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(take)
-        client.async_stream_infer(model, tensors, parameters=parameters, **more)
-        assert came.wait(30)
-        client.stop_stream()
-    assert heard[0] is not None
-    return heard[0].message()
 
 
 def test_nobody_else_may_enter_the_launchers_folders(server):
