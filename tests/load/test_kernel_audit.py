@@ -47,6 +47,7 @@ def test_narrow_loads_are_found():
 
 
 @pytest.mark.parametrize("target, width", [("sm_80", 256), ("sm_90", 256), ("gfx942", 1024)])
+@pytest.mark.slow
 def test_spills_are_found(target, width):
     row = judged(lambda: crowded(width), target, {})
     assert row.code.spills > 0

@@ -223,6 +223,7 @@ def test_default_model_in_cpp(default):
 
 
 @pytest.mark.usefixtures("_native")
+@pytest.mark.slow
 def test_default_model_in_cpp_and_bf16(default):
     """What bf16 costs: the weights' rounding, which is the same in every engine, and next to nothing beside it."""
     decoder = open_decoder(default_model(), torch.bfloat16)

@@ -16,7 +16,7 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 HELPERS = ("conftest.py", "bfloat16.py", "tolerance.py")
 FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in HELPERS)
-LONG = ("attention.py", "engine.py", "linear.py", "sampling.py")
+LONG = ("attention.py", "engine.py", "kv_write.py", "linear.py", "sampling.py")
 """Take longest."""
 
 

@@ -239,6 +239,7 @@ EXIT_TIMEOUT_S = 60
 """So long that a stop which uses a third of it has not waited for it to pass."""
 
 
+@pytest.mark.slow
 def test_a_client_of_generate_that_leaves_at_the_stop_holds_nothing_up(tiny):
     with launched(f"--exit-timeout={EXIT_TIMEOUT_S}", settings=settings_of(tiny)) as serving:
         with HttpClient(f"http://127.0.0.1:{serving.http}") as http:
