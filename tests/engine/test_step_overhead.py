@@ -130,7 +130,7 @@ EVERYTHING = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalt
 def test_choosing_costs_so_many_greedy_steps_at_most(asked, logprobs, times):
     """32 answers after 2,000 tokens each, one thread; the scores of a model are less flat.
 
-    Seen with AVX2 alone: 3 to 6, 6, 26 to 37 and 7 times. The limits leave a machine with other instructions twice that,
+    Seen with AVX2 alone: 3 to 6, 6, 26 to 37 and 7 times. The limits leave other machines twice that,
     and find what costs an order of magnitude.
     """
     greedy = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
