@@ -219,6 +219,7 @@ def test_h39_at_full_length(tmp_path):
     assert_working_again(seen, 50, paused, took, plan, within=15)
 
 
+@pytest.mark.alone
 def test_means_are_the_engines(server: Server, tmp_path):
     """On the real server, with answers that take their time."""
     lengths = tmp_path / "lengths.json"

@@ -69,8 +69,12 @@ def test_h35_a_burst_is_refused_where_it_does_not_fit(tiny, narrow, door):
 @pytest.mark.slow
 @pytest.mark.parametrize("door", [DOORS[0], *(pytest.param(door, marks=pytest.mark.full) for door in DOORS[1:])])
 def test_h35_a_steady_overload_is_refused_in_part(tiny, narrow, door):
+    """The load is told by how long an answer takes here: two at a time, and five come meanwhile."""
     with tiny.client(narrow) as client:
-        seen = burst(narrow, client, door, max_tokens=4000, gap_s=0.1)
+        begun = time.monotonic()
+        client.generate(input_ids=tokens(3499, 20), max_tokens=1000, temperature=0.0, ignore_eos=True)
+        alone_s = time.monotonic() - begun
+        seen = burst(narrow, client, door, max_tokens=1000, gap_s=alone_s / 5)
         assert len(seen["finished"]) >= 4
         assert len(seen["finished"]) < 30
         refused_in_time(seen)
