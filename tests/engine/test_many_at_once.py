@@ -1,5 +1,6 @@
 """Whatever others send, and however much at once: who is being answered goes on."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,27 @@ def test_a_drain_waits_for_what_is_rendered(running, held):
     held.go_on.set()
     assert slow.wait().reason is FinishReason.LENGTH
     assert drained.wait().reason is FinishReason.STOP
+
+
+def test_a_deadline_passes_while_a_turn_is_rendered(running, held):
+    """Nothing else runs: nobody but the clock wakes the engine thread."""
+    running.engine_thread.cancel(running.neighbour.asked)
+    running.neighbour.wait()
+    late = running.chat(2, "And the dog?", deadline=time.monotonic() + 0.2)
+    assert held.begun.wait(60)
+    assert late.wait().reason is FinishReason.DEADLINE
+    held.go_on.set()
+    assert running.say(2).wait().reason is FinishReason.LENGTH
+
+
+def test_a_drain_does_not_wait_for_what_is_rendered_beyond_its_time(running, held):
+    running.engine_thread.cancel(running.neighbour.asked)
+    running.neighbour.wait()
+    slow = running.chat(2, "And the dog?")
+    assert held.begun.wait(60)
+    drained = running.control("drain", admin_token="secret", timeout_s=0.2)
+    assert isinstance(slow.wait().error, Unavailable)
+    assert json.loads(drained.wait().text)["cut_short"] == 1
 
 
 def test_a_stop_ends_what_is_rendered(running, held):

@@ -18,9 +18,10 @@ class Heard(Answer):
         self.begun = threading.Event()
         self.ended = threading.Event()
 
-    def sequence(self, max_tokens: int, prompt: tuple[int, ...] = (5, 6)) -> Sequence:
+    def sequence(self, max_tokens: int, prompt: tuple[int, ...] = (5, 6), deadline: float | None = None) -> Sequence:
         params = SamplingParams(ignore_eos=True, temperature=0.0, max_tokens=max_tokens)
-        self.asked = Sequence(Request(id="", prompt_ids=prompt, params=params, arrival=time.monotonic()))
+        request = Request(id="", prompt_ids=prompt, params=params, arrival=time.monotonic(), deadline=deadline)
+        self.asked = Sequence(request)
         return self.asked
 
     def __call__(self, delta: Delta) -> None:
@@ -50,12 +51,14 @@ class Running:
         self.engine_thread.take_turn(Turn(conversation, heard.sequence(max_tokens), heard, **flags))
         return heard
 
-    def chat(self, conversation: int, text: str, max_tokens: int = 4, start: bool = False) -> Heard:
+    def chat(
+        self, conversation: int, text: str, max_tokens: int = 4, start: bool = False, deadline: float | None = None
+    ) -> Heard:
         """Say something in messages."""
         heard, messages = Heard(), [{"role": "user", "content": text}]
         tokenizer = self.talks.tokenizer
         rendered = tokenizer.render_chat(messages) if start else ""
-        sequence = heard.sequence(max_tokens, tuple(tokenizer.encode_rendered(rendered)) if start else ())
+        sequence = heard.sequence(max_tokens, tuple(tokenizer.encode_rendered(rendered)) if start else (), deadline)
         self.engine_thread.take_turn(Turn(conversation, sequence, heard, start, messages=messages, rendered=rendered))
         return heard
 
