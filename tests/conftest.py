@@ -22,6 +22,10 @@ MACHINES = ("native", "haswell")
 """Whose instructions the C++ ops are tested with: this machine's, and AVX2 alone."""
 
 
+LONG = {"client", "docker", "launcher", "load", "serving", "tests"}
+"""Folders whose tests take longest."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
@@ -33,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     apply_options(config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # where processes share the files, those with the longest tests come first, and none of them is waited for alone
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

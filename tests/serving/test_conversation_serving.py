@@ -1,23 +1,19 @@
 """Conversations on a real server: Triton sequences, their ids, flags and control requests."""
 
 import json
-import os
-import signal
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 from transformers import AutoTokenizer
 
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
-from kvloom_client import Cancelled, Client, InvalidArgument, NotFound, TransportError, Unavailable
+from kvloom_client import Cancelled, Client, InvalidArgument, NotFound
 from kvloom_client.request import Place, build_control
-from support.server import assert_idle, eventually, metrics
+from support.served_conversations import expect_conversations, fresh, known_to_triton
+from support.server import assert_idle, eventually
 from support.tiny_models import EOS, make_sentencepiece_tiny
-from support.tiny_server import BLOCK, GREEDY, tokens
+from support.tiny_server import GREEDY, tokens
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +27,6 @@ def client(tiny, served):
     with tiny.client(served) as client:
         yield client
         expect_conversations(served, 0)
-
-
-def expect_conversations(server, count):
-    """Waits until the metrics, which lag behind, say so."""
-    eventually(lambda: metrics(server)["kvloom_conversations"] == count)
-
-
-def fresh(client, ids, count=8):
-    """The stateless answer to a whole history."""
-    return client.generate(input_ids=ids, max_tokens=count, **GREEDY, timeout=60).token_ids
 
 
 @pytest.mark.parametrize("name", [7, "7", "ä name with blanks", None])
@@ -187,17 +173,6 @@ def control(client, own, op, conversation=None, start=False, end=False):
     return json.loads(chunk.text)
 
 
-def known_to_triton(client, name):
-    """Whether a turn without a start reaches the engine; it has no conversation of that id."""
-    talk = client.conversation(name)
-    talk.begun = True
-    try:
-        talk.generate(input_ids=[5], max_tokens=1, timeout=30)
-    except NotFound as error:
-        return "START flag" not in str(error)
-    raise AssertionError("there is a conversation")
-
-
 def test_flags_on_control_requests(served, client):
     # no conversation: nothing is left open
     control(client, "c", "ping", start=True)
@@ -248,116 +223,3 @@ def test_refused_turns_and_starts(served, client):
     with pytest.raises(InvalidArgument, match="top_k"):
         talk.generate(input_ids=tokens(1, 5), top_k=-5, last=True)
     assert_idle(served)
-
-
-@contextmanager
-def left_open(client, names):
-    """Conversations that a client leaves without an end."""
-    talks = [client.conversation(name) for name in names]
-    for talk in talks:
-        talk.generate(input_ids=tokens(talk.id, 5), max_tokens=4, **GREEDY)
-    yield talks
-
-
-@pytest.mark.slow
-def test_idle_conversations_expire(tiny):
-    """H28: one clear error after the idle limit, never a hang; an answer on its way is not idle."""
-    with (
-        tiny.serve(conversation_idle_s=0.5, kv_blocks=8 * 4096 // BLOCK) as server,
-        tiny.client(server) as client,
-        ThreadPoolExecutor(7) as pool,
-    ):
-        talk = client.conversation(7)
-        first = talk.generate(input_ids=tokens(1, 5), max_tokens=4, **GREEDY)
-        time.sleep(0.2)
-        second = talk.generate(input_ids=tokens(2, 5), max_tokens=8, **GREEDY)
-        assert second.token_ids == fresh(client, [*tokens(1, 5), *first.token_ids, *tokens(2, 5)])
-        time.sleep(1.5)
-        with pytest.raises(NotFound, match="^NOT_FOUND: conversation 7: expired$"):
-            talk.generate(input_ids=tokens(3, 5), timeout=10)
-        # the id is free: in Triton, too, and for a new conversation
-        eventually(lambda: not known_to_triton(client, 7))
-        begun = time.monotonic()
-        # eight rows with log probabilities take their time
-        slow = {"max_tokens": 4000, "logprobs": 20, **GREEDY, "timeout": 120}
-        others = [pool.submit(client.generate, input_ids=tokens(100 + n, 5), **slow) for n in range(7)]
-        long = talk.generate(input_ids=tokens(4, 5), **slow)
-        assert time.monotonic() - begun > 0.5
-        after = talk.generate(input_ids=tokens(5, 5), max_tokens=8, **GREEDY)
-        assert after.token_ids == fresh(client, [*tokens(4, 5), *long.token_ids, *tokens(5, 5)])
-        talk.end()
-        assert all(len(other.result().token_ids) == 4000 for other in others)
-
-
-def test_clients_that_die_without_an_end(tiny):
-    """H30: a new conversation is served at once, in place of the one that was used longest ago."""
-    with tiny.serve(max_conversations=4, conversation_idle_s=3600) as server, tiny.client(server) as survivor:
-        with Client(server.grpc_url) as client, left_open(client, range(1, 5)):
-            pass
-        with Client(server.grpc_url) as client:
-            talks = [client.conversation(number) for number in range(11, 14)]
-            streams = [talk.stream(input_ids=tokens(1, 5), max_tokens=4000, timeout=60, **GREEDY) for talk in talks]
-            for stream in streams:
-                next(stream)
-            begun = time.monotonic()
-            talk = survivor.conversation("new")
-            assert talk.generate(input_ids=tokens(2, 5), max_tokens=8, **GREEDY).token_ids == fresh(
-                survivor, tokens(2, 5)
-            )
-            assert time.monotonic() - begun < 30
-            expect_conversations(server, 4)
-            busy = talk.stream(input_ids=tokens(2, 5), max_tokens=4000, timeout=60, **GREEDY)
-            next(busy)
-            with pytest.raises(Unavailable, match="^UNAVAILABLE: max_conversations: all 4 conversations are busy$"):
-                survivor.conversation("one more").generate(input_ids=tokens(2, 5), timeout=10)
-            talk.interrupt()
-            list(busy)
-        # the three that died in the middle of an answer are idle now
-        eventually(lambda: metrics(server)["kvloom_requests_running"] == 0)
-        with left_open(survivor, range(21, 25)) as talks:
-            with pytest.raises(NotFound, match="^NOT_FOUND: conversation new: evicted$"):
-                talk.generate(input_ids=tokens(2, 5), timeout=10)
-            for talk in talks:
-                talk.end()
-
-
-@pytest.mark.slow
-def test_conversations_survive_a_killed_server(tiny, tmp_path):
-    settings = {"journal_dir": tmp_path / "journal", "kv_blocks": 512}
-    with tiny.serve(**settings) as server, Client(server.grpc_url) as client:
-        histories = {}
-        for name in (7, "7"):
-            said = client.conversation(name).generate(input_ids=tokens(1, 40), max_tokens=8, **GREEDY).token_ids
-            histories[name] = [*tokens(1, 40), *said]
-        talk = client.conversation("begun")
-        running = talk.stream(input_ids=tokens(2, 5), max_tokens=3000, **GREEDY, timeout=60)
-        next(running)
-        talk = client.conversation(7)
-        talk.begun = True
-        second = talk.stream(input_ids=tokens(3, 5), max_tokens=3000, **GREEDY, timeout=60)
-        next(second)
-        os.killpg(server.process.pid, signal.SIGKILL)
-        for stream in (running, second):
-            with pytest.raises(TransportError):
-                list(stream)
-    with tiny.serve(**settings) as server, tiny.client(server) as client:
-        expect_conversations(server, 2)
-        for name, history in histories.items():
-            talk = client.conversation(name)
-            talk.begun = True
-            # Triton hears of them from `llm` itself, soon after the start
-            answer = None
-            deadline = time.monotonic() + 10
-            while answer is None:
-                try:
-                    answer = talk.generate(input_ids=tokens(4, 5), max_tokens=8, **GREEDY, timeout=60)
-                except NotFound as error:
-                    assert "START flag" in error.text and time.monotonic() < deadline, error
-                    talk.begun = True
-            assert answer.num_input_tokens == len(history) + 5
-            assert answer.token_ids == fresh(client, [*history, *tokens(4, 5)])
-            talk.end()
-        talk = client.conversation("begun")
-        talk.begun = True
-        with pytest.raises(NotFound, match="^NOT_FOUND: conversation begun: lost$"):
-            talk.generate(input_ids=tokens(4, 5), timeout=60)

@@ -1,0 +1,26 @@
+"""What tests ask of conversations on a real server of a tiny model."""
+
+from kvloom_client import NotFound
+from support.server import eventually, metrics
+from support.tiny_server import GREEDY
+
+
+def expect_conversations(server, count):
+    """Waits until the metrics, which lag behind, say so."""
+    eventually(lambda: metrics(server)["kvloom_conversations"] == count)
+
+
+def fresh(client, ids, count=8):
+    """The stateless answer to a whole history."""
+    return client.generate(input_ids=ids, max_tokens=count, **GREEDY, timeout=60).token_ids
+
+
+def known_to_triton(client, name):
+    """Whether a turn without a start reaches the engine; it has no conversation of that id."""
+    talk = client.conversation(name)
+    talk.begun = True
+    try:
+        talk.generate(input_ids=[5], max_tokens=1, timeout=30)
+    except NotFound as error:
+        return "START flag" not in str(error)
+    raise AssertionError("there is a conversation")
