@@ -3,8 +3,10 @@
 from kvloom_client.aio import AsyncClient, AsyncStream
 from kvloom_client.answer import Answer, Chunk
 from kvloom_client.client import Client
+from kvloom_client.connection import Tls
 from kvloom_client.conversation import AsyncConversation, Conversation
 from kvloom_client.errors import (
+    AccessDenied,
     AnswerTimeout,
     Cancelled,
     ConnectionFailed,
@@ -24,6 +26,7 @@ from kvloom_client.request import RequestArguments
 from kvloom_client.stream import Stream
 
 __all__ = [
+    "AccessDenied",
     "Answer",
     "AnswerTimeout",
     "AsyncClient",
@@ -44,6 +47,7 @@ __all__ = [
     "RequestFailed",
     "ServerError",
     "Stream",
+    "Tls",
     "TransportError",
     "Unavailable",
     "UnknownSequence",

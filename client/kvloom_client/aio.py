@@ -1,7 +1,7 @@
 """The gRPC client for asyncio programs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Unpack
@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from kvloom_client import wire
 from kvloom_client.answer import Answer, Chunk, join, read_control
+from kvloom_client.connection import Compression, Connection, Tls
 from kvloom_client.conversation import AsyncConversation
 from kvloom_client.errors import IncompleteAnswer, KvloomClientError, NotFound, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
@@ -69,7 +70,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                     continue
                 raise
             except grpc.RpcError as error:
-                failure = wire.transport_error(error, self._url)
+                failure = wire.call_error(error, self._url)
                 if await self._try_again(failure):
                     continue
                 if self._cancelled.is_set():
@@ -169,10 +170,29 @@ class AsyncClient:
     Every request is a call of its own on the shared connection.
     """
 
-    def __init__(self, url: str):
-        """Args: url: ``host:port`` of Triton's gRPC endpoint. Connects with the first request."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        tls: Tls | bool = False,
+        headers: Mapping[str, str] | None = None,
+        compression: Compression | None = None,
+    ):
+        """Connects with the first request.
+
+        Args:
+            url: ``host:port`` of Triton's gRPC endpoint or of a proxy before it; ``grpcs://host:port`` is encrypted.
+            tls: how to encrypt; True: with the certificates that gRPC trusts.
+            headers: sent with every call as its metadata, such as ``{"authorization": "Bearer ..."}``.
+            compression: of the requests.
+
+        Raises:
+            InvalidArgument: one of these can't be used.
+        """
+        connection = Connection.parse(url, tls, headers or {})
         self.url = url
-        self._channel = grpc.aio.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
+        self._headers = connection.headers
+        self._channel = connection.open(grpc.aio, wire.CHANNEL_OPTIONS, compression)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(
@@ -238,6 +258,6 @@ class AsyncClient:
         message = wire.encode_request(request)
 
         def call(left: float | None) -> Any:
-            return self._stub.ModelStreamInfer(iter((message,)), timeout=left)
+            return self._stub.ModelStreamInfer(iter((message,)), timeout=left, metadata=self._headers)
 
         return AsyncStream(call, request.id, self.url, timeout, retries, watch, mend)

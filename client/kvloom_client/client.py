@@ -1,6 +1,6 @@
 """The gRPC client for plain and threaded programs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -9,6 +9,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvloom_client import wire
 from kvloom_client.answer import Answer, Reply, join, read_control
+from kvloom_client.connection import Compression, Connection, Headers, Tls
 from kvloom_client.conversation import Conversation
 from kvloom_client.errors import KvloomClientError, RequestFailed
 from kvloom_client.request import Request, RequestArguments, build_control, build_request
@@ -22,10 +23,29 @@ class Client:
     One client may be used by many threads at once; every request is a call of its own on the shared connection.
     """
 
-    def __init__(self, url: str):
-        """Args: url: ``host:port`` of Triton's gRPC endpoint. Connects with the first request."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        tls: Tls | bool = False,
+        headers: Mapping[str, str] | None = None,
+        compression: Compression | None = None,
+    ):
+        """Connects with the first request.
+
+        Args:
+            url: ``host:port`` of Triton's gRPC endpoint or of a proxy before it; ``grpcs://host:port`` is encrypted.
+            tls: how to encrypt; True: with the certificates that gRPC trusts.
+            headers: sent with every call as its metadata, such as ``{"authorization": "Bearer ..."}``.
+            compression: of the requests.
+
+        Raises:
+            InvalidArgument: one of these can't be used.
+        """
+        connection = Connection.parse(url, tls, headers or {})
         self.url = url
-        self._channel = grpc.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
+        self._headers = connection.headers
+        self._channel = connection.open(grpc, wire.CHANNEL_OPTIONS, compression)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]) -> Stream:
@@ -110,7 +130,7 @@ class Client:
         message = wire.encode_request(request)
 
         def call(left: float | None) -> _Call:
-            return _Call(self._stub, message, self.url, left)
+            return _Call(self._stub, message, self._headers, self.url, left)
 
         return Stream(call, request.id, self.url, timeout, retries, watch, mend)
 
@@ -118,8 +138,15 @@ class Client:
 class _Call(Iterator[Reply]):
     """One try over gRPC."""
 
-    def __init__(self, stub: Any, message: service_pb2.ModelInferRequest, url: str, timeout: float | None):
-        self._messages = stub.ModelStreamInfer(iter((message,)), timeout=timeout)
+    def __init__(
+        self,
+        stub: Any,
+        message: service_pb2.ModelInferRequest,
+        headers: Headers,
+        url: str,
+        timeout: float | None,
+    ):
+        self._messages = stub.ModelStreamInfer(iter((message,)), timeout=timeout, metadata=headers)
         self._url = url
 
     def __next__(self) -> Reply:
@@ -129,7 +156,7 @@ class _Call(Iterator[Reply]):
             self._drain()
             raise
         except grpc.RpcError as error:
-            raise wire.transport_error(error, self._url) from error
+            raise wire.call_error(error, self._url) from error
         if reply.final:
             self._drain()
         return reply

@@ -10,6 +10,7 @@
     │   │   └── UnknownSequence   Triton itself knows no sequence of this id; the engine was not asked
     │   ├── Cancelled             CANCELLED     another request ended this one
     │   ├── Internal              INTERNAL      a fault of the server, confined to this request
+    │   ├── AccessDenied          a proxy in front of the server wants other ``headers``, or another certificate
     │   └── ServerError           any other text: Triton itself refused or lost the request
     └── TransportError            the answer did not arrive (whole)
         ├── ConnectionFailed      no connection, or it broke
@@ -56,6 +57,10 @@ class Cancelled(RequestFailed):
 
 class Internal(RequestFailed):
     """A fault of the server, confined to this request."""
+
+
+class AccessDenied(RequestFailed):
+    """Who asks is not let in: HTTP 401 and 403, and what gRPC calls UNAUTHENTICATED and PERMISSION_DENIED."""
 
 
 class ServerError(RequestFailed):
@@ -106,8 +111,28 @@ def request_error(text: str) -> RequestFailed:
     return _BY_CODE.get(text.partition(":")[0], ServerError)(text)
 
 
-def connection_error(url: str, port: str, reason: str, *, sent: bool) -> ConnectionFailed:
-    """The error of a connection to ``url`` that failed for a ``reason``; ``port``: which of Triton's it should be."""
+def access_denied(url: str, reason: str) -> AccessDenied:
+    """The error of a call to ``url`` that was not let in."""
+    return AccessDenied(f"{url} lets nobody in without permission ({reason}): give it in headers=...")
+
+
+def connection_error(url: str, port: str, reason: str, *, sent: bool, tls: bool = False) -> ConnectionFailed:
+    """The error of a connection that failed.
+
+    Args:
+        url: where to.
+        port: which of Triton's ports it should be.
+        reason: what happened.
+        sent: whether the request may have reached the server.
+        tls: whether it was the encryption that failed.
+    """
+    if tls:
+        advice = (
+            "its certificate is not trusted: give the file of who signed it, Tls(ca_file=...)"
+            if "certificate verify failed" in reason.lower().replace("_", " ")
+            else "does it speak TLS, does it ask for a client's certificate, is the URL's host the certificate's?"
+        )
+        return ConnectionFailed(f"no encrypted connection to {url} ({reason}): {advice}", sent=False)
     if sent:
         return ConnectionFailed(
             f"the connection to {url} broke ({reason}); the server may have ended, or was started anew", sent=True

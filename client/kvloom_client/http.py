@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Unpack
@@ -12,9 +12,11 @@ from urllib.parse import quote
 import httpx2 as httpx
 
 from kvloom_client.answer import Answer, Reply, chunk_of, join
+from kvloom_client.connection import Connection, Tls
 from kvloom_client.errors import (
     AnswerTimeout,
     ServerError,
+    access_denied,
     connection_error,
     request_error,
 )
@@ -32,17 +34,29 @@ class HttpClient:
     One client may be used by many threads at once; every request has a connection of its own.
     """
 
-    def __init__(self, url: str):
-        """Args: url: ``host:port`` of Triton's HTTP endpoint. Connects with the first request."""
+    def __init__(self, url: str, *, tls: Tls | bool = False, headers: Mapping[str, str] | None = None):
+        """Connects with the first request.
+
+        Args:
+            url: ``host:port`` of Triton's HTTP endpoint, or of a proxy in front of it, whose path may follow;
+                ``https://host:port`` is encrypted.
+            tls: how to encrypt; True: with the certificates that the system trusts.
+            headers: sent with every call, such as ``{"authorization": "Bearer ..."}``.
+
+        Raises:
+            InvalidArgument: one of these can't be used.
+        """
+        connection = Connection.parse(url, tls, headers or {})
         self.url = url
         self._client = httpx.Client(
-            base_url=f"http://{url.removeprefix('http://')}",
+            base_url=connection.base_url,
+            headers=connection.headers,
             # one connection for one request: a cancel breaks its connection off, and one that idled may be dead
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             # the caller's address is meant as it is; a proxy from the environment would swallow 127.0.0.1
             trust_env=False,
             # plain HTTP needs no certificates; loading them takes 20 ms
-            verify=False,
+            verify=connection.ssl_context() or False,
         )
 
     def stream(self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]) -> Stream:
@@ -115,7 +129,8 @@ class _Call(Iterator[Reply]):
             if self._timed_out or isinstance(error, httpx.ConnectTimeout):
                 raise self._too_late() from error
             sent = not isinstance(error, httpx.ConnectError)
-            raise connection_error(self._url, "HTTP", str(error), sent=sent) from error
+            tls = not sent and "SSL" in str(error)
+            raise connection_error(self._url, "HTTP", str(error), sent=sent, tls=tls) from error
 
     def cancel(self) -> None:
         self._break_off()
@@ -148,14 +163,14 @@ class _Call(Iterator[Reply]):
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             received = response.iter_raw()
             for data in events(received):
-                reply = _decode(data, response.status_code)
+                reply = _decode(data, response.status_code, self._url)
                 if reply.final:
                     self._drain(received)
                 yield reply
         else:
             body = response.read()
             self._check_time()
-            yield _decode(body, response.status_code)
+            yield _decode(body, response.status_code, self._url)
         self._check_time()
 
     def _drain(self, received: Iterator[bytes]) -> None:
@@ -171,7 +186,8 @@ class _Call(Iterator[Reply]):
             limit.cancel()
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
+        # where the connection is encrypted, the second socket takes the place of the first
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self._broken_off:
                 self._break_off()
@@ -181,7 +197,8 @@ class _Call(Iterator[Reply]):
         self._broken_off = True
         if self._socket is not None:
             with suppress(OSError):  # closed already
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # of a plain socket: an encrypted one would forget that it is, while another thread reads from it
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _expire(self) -> None:
         self._timed_out = True
@@ -196,7 +213,7 @@ class _Call(Iterator[Reply]):
         return AnswerTimeout(f"{self._url}: the answer was not complete within the timeout")
 
 
-def _decode(body: str | bytes, status: int) -> Reply:
+def _decode(body: str | bytes, status: int, url: str) -> Reply:
     """One response.
 
     Raises:
@@ -208,6 +225,8 @@ def _decode(body: str | bytes, status: int) -> Reply:
         outputs = None
     if isinstance(outputs, dict) and "error" in outputs:
         raise request_error(str(outputs["error"]))
+    if status in (401, 403):
+        raise access_denied(url, f"HTTP {status}")
     if status != 200 or not isinstance(outputs, dict):
         shown = body[:200] if isinstance(body, str) else body[:200].decode("utf-8", errors="replace")
         raise ServerError(f"HTTP {status} without an answer, is it Triton's HTTP port? {shown!r}")

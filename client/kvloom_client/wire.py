@@ -11,8 +11,9 @@ from kvloom_client.answer import Reply, chunk_of
 from kvloom_client.errors import (
     AnswerTimeout,
     InvalidArgument,
+    KvloomClientError,
     ServerError,
-    TransportError,
+    access_denied,
     connection_error,
     request_error,
 )
@@ -82,11 +83,18 @@ def decode_response(message: service_pb2.ModelStreamInferResponse) -> Reply:
         raise ServerError(f"the server's response can't be read, is it a kvloom model? {error}") from error
 
 
-def transport_error(error: grpc.RpcError, url: str) -> TransportError:
+def call_error(error: grpc.RpcError, url: str) -> KvloomClientError:
     """The error that a failed gRPC call to ``url`` stands for."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return AnswerTimeout(f"{url}: the answer was not complete within the timeout")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return access_denied(url, details or code.name)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        # another service, or a compression that it does not know
+        return ServerError(f"{url} can't do what was asked, is it Triton's gRPC port? {details}")
+    if "handshake failed" in details:
+        return connection_error(url, "gRPC", details.partition("handshake failed")[2].strip(": "), sent=False, tls=True)
     # of gRPC's chain of causes the last one says what happened
     reason = details.rpartition(": ")[2] or code.name
     return connection_error(url, "gRPC", reason, sent=not details.startswith(_NEVER_SENT))

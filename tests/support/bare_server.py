@@ -17,8 +17,8 @@ DOCUMENT = Path(__file__).parents[2] / "docker" / "README.md"
 
 
 @contextmanager
-def bare_server(folder: Path) -> Iterator[tuple[str, str]]:
-    """A tritonserver as docker/README.md starts it: its HTTP and gRPC address."""
+def bare_server(folder: Path, *more: str) -> Iterator[tuple[str, str]]:
+    """A tritonserver as docker/README.md starts it, with ``more`` options: its HTTP and gRPC address."""
     [command] = re.findall(r"\$ tritonserver ((?:.*\\\n)*.*)", DOCUMENT.read_text())
     options = command.replace("\\\n", " ").split()
     assert options == ["--model-repository=model_repository", *access.options(shared_memory=False)]
@@ -28,7 +28,7 @@ def bare_server(folder: Path) -> Iterator[tuple[str, str]]:
     ports = Ports().resolved()
     for name in ("http", "grpc", "metrics"):
         options += [f"--{name}-address={ports.host}", f"--{name}-port={getattr(ports, name)}"]
-    options += [f"--backend-directory={installation.backends}"]
+    options += [f"--backend-directory={installation.backends}", *more]
     with (folder / "log").open("wb") as log:
         running = subprocess.Popen(
             [str(installation.binary), *options],

@@ -13,19 +13,23 @@ NEVER = None
 
 
 class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each request with the next error text, or with the text in a list, or never. Keeps the requests.
+    """Answers each request with the next error text, the text in a list, a status of gRPC's, or never.
 
-    Listens on ``port``, 0 is a free one.
+    Keeps the requests and their metadata. Listens on ``port``, 0 is a free one.
     """
 
-    def __init__(self, *answers: str | list[str] | None, port: int = 0):
+    def __init__(self, *answers: str | list[str] | grpc.StatusCode | None, port: int = 0):
         self.answers = list(answers)
         self.port = port
         self.requests: list[service_pb2.ModelInferRequest] = []
+        self.metadata: list[dict[str, str]] = []
 
     def ModelStreamInfer(self, requests, context) -> Iterator[service_pb2.ModelStreamInferResponse]:
         self.requests.append(next(requests))
+        self.metadata.append(dict(context.invocation_metadata()))
         answer = self.answers.pop(0)
+        if isinstance(answer, grpc.StatusCode):
+            context.abort(answer, "as the test says")
         if answer is NEVER:
             over = threading.Event()
             if context.add_callback(over.set):

@@ -8,10 +8,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from kvloom.errors import KvloomError, LaunchError
 from kvloom.launcher import access
+from kvloom.launcher.cli_options import (
+    Assignments,
+    Binary,
+    CaFile,
+    DescribesSettings,
+    Header,
+    ListsSettings,
+    LogFile,
+    MaxTokens,
+    Model,
+    Repository,
+    Seed,
+    Serve,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Url,
+    Verbose,
+)
 from kvloom.launcher.interrupts import Interrupts
 from kvloom.launcher.ports import HOST, Ports
 
@@ -27,56 +46,11 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 
-Model = Annotated[str | None, typer.Option(help="A Hugging Face folder, a GGUF file or 'default'.", metavar="PATH")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="A setting, see the end.", metavar="KEY=VALUE")]
-Binary = Annotated[Path | None, typer.Option("--tritonserver", help="The tritonserver to start.", metavar="PATH")]
-Repository = Annotated[Path | None, typer.Option(help="kvloom's model repository.", metavar="DIR")]
-LogFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where tritonserver's output goes, to be kept; else a file that goes at the end.", metavar="FILE"
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show tritonserver's output on stderr.")]
-
-Url = Annotated[str, typer.Option(help="Triton's gRPC endpoint.", metavar="HOST:PORT")]
-Serve = Annotated[bool, typer.Option("--serve", help="Start a server just for this.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate for an answer.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tokens that have this much together.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among this many of the likeliest tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
-
 Op = Literal["ping", "status", "cancel", "end", "flush", "drain"]
 ABOUT_A_CONVERSATION: tuple[Op, ...] = ("status", "cancel", "end")
 
 URL = "127.0.0.1:8001"
 ENDPOINTS = ("http", "grpc", "metrics", "health")
-
-
-class ListsSettings(TyperCommand):
-    """A command with ``--set``, whose help ends with the names of the settings."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        from kvloom.config import Settings
-
-        self.epilog = f"Settings: {', '.join(Settings.names())}. `kvloom serve --help` says what they mean."
-        super().format_help(ctx, formatter)
-
-
-class DescribesSettings(TyperCommand):
-    """A command with ``--set``, whose help ends with the settings, their defaults and what they mean."""
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the end of the help."""
-        from kvloom.config import Settings
-
-        with formatter.section("Settings"):
-            formatter.write_dl(
-                [(f"{name}={default}", about.replace("`", "")) for name, default, about in Settings.described()]
-            )
 
 
 @app.callback()
@@ -135,6 +109,8 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Sent as a chat message of the user.")],
     url: Url = URL,
+    ca_file: CaFile = None,
+    header: Header = None,
     serve: Serve = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT as it is, without the chat template.")] = False,
     max_tokens: MaxTokens = None,
@@ -160,7 +136,8 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
     with _talking() as interrupts:
-        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
+        started = (serve, model, assignments, model_repository, binary, verbose)
+        with _client(interrupts, url, ca_file, header, *started) as client:
             print_answer(lambda: client.stream(**request), [], interrupts)
         if interrupts.event.is_set():
             raise KeyboardInterrupt
@@ -169,6 +146,8 @@ def generate(
 @app.command(cls=ListsSettings)
 def chat(
     url: Url = URL,
+    ca_file: CaFile = None,
+    header: Header = None,
     serve: Serve = False,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.", metavar="TEXT")] = None,
     max_tokens: MaxTokens = None,
@@ -191,7 +170,8 @@ def chat(
 
     sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
     with _talking() as interrupts:
-        with _client(interrupts, url, serve, model, assignments, model_repository, binary, verbose) as client:
+        started = (serve, model, assignments, model_repository, binary, verbose)
+        with _client(interrupts, url, ca_file, header, *started) as client:
             ChatSession(client, sampling, interrupts, system).run()
 
 
@@ -210,6 +190,8 @@ def control(
         float | None, typer.Option(min=0, help="Seconds that running answers get, for drain; none: all they need.")
     ] = None,
     url: Url = URL,
+    ca_file: CaFile = None,
+    header: Header = None,
 ) -> None:
     """Ask a running server for something else than an answer; its reply is printed as JSON.
 
@@ -220,13 +202,11 @@ def control(
         raise typer.BadParameter(f"{op} is not about a conversation", param_hint="ID")
     import json
 
-    from kvloom_client import Client
-
     # not an option of its own: whoever is on the machine sees the arguments of a process
     token = admin_token_file.read().strip() if admin_token_file is not None else None
     given = _given(admin_token=token, timeout_s=timeout_s)
     number = conversation is not None and conversation.isdecimal() and not text_id
-    with _talking() as interrupts, Client(url) as client, interrupts.raising():
+    with _talking() as interrupts, _connect(url, ca_file, header) as client, interrupts.raising():
         print(json.dumps(client.control(op, int(conversation or 0) if number else conversation, **given)))
 
 
@@ -274,10 +254,26 @@ def _repository(model: str | None, assignments: list[str] | None, source: Path |
         return ModelRepository(_chosen(model, assignments), source or SOURCE)
 
 
+def _connect(url: str, ca_file: Path | None, header: list[str] | None) -> "Client":
+    from kvloom_client import Client, Tls
+    from kvloom_client.connection import parse_headers
+
+    lines = []
+    for given in header or []:
+        try:
+            lines += Path(given[1:]).read_text().splitlines() if given.startswith("@") else [given]
+        except OSError as error:
+            raise LaunchError(f"--header: {given[1:]}: {error.strerror}") from error
+    tls = Tls(ca_file=ca_file) if ca_file is not None else False
+    return Client(url, tls=tls, headers=parse_headers(line for line in lines if line.strip()))
+
+
 @contextmanager
 def _client(
     interrupts: Interrupts,
     url: str,
+    ca_file: Path | None,
+    header: list[str] | None,
     serve: bool,
     model: str | None,
     assignments: list[str] | None,
@@ -286,17 +282,17 @@ def _client(
     verbose: bool,
 ) -> "Iterator[Client]":
     """A client for the server at ``url``, or for one that is started for it and stopped afterwards."""
-    from kvloom_client import Client
-
     if not serve:
         if model or assignments or source or binary or verbose:
             raise LaunchError(
                 "--model, --set, --tritonserver, --model-repository and --verbose are for the server that --serve "
                 f"starts; without --serve the one at {url} is asked as it is"
             )
-        with Client(url) as client:
+        with _connect(url, ca_file, header) as client:
             yield client
         return
+    if ca_file or header:
+        raise LaunchError("--ca-file and --header are for the server at --url; the one that --serve starts needs none")
     from kvloom.launcher.launch import Server
     from kvloom.launcher.starting import shown
 
@@ -304,7 +300,7 @@ def _client(
         repository = _repository(model, assignments, source)
     with shown(plain=verbose):
         server = Server.start(repository, stop=interrupts.event, binary=binary, verbose=verbose)
-    with server, Client(server.grpc_url) as client:
+    with server, _connect(server.grpc_url, None, None) as client:
         yield client
 
 
