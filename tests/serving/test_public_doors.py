@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from transformers import AutoTokenizer
+from tritonclient.grpc import service_pb2_grpc
 
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
-from kvloom_client import Client
+from kvloom_client import Client, wire
+from kvloom_client.request import build_request
 from support.http_door import answer, events, post, refusal
 from support.server import SETTINGS, assert_idle, canary, metrics
 from support.tiny_models import make_tiny
@@ -235,3 +238,22 @@ def test_h40_a_parameter_of_any_type_is_refused_by_its_name(one_slot, value):
     status, text = post(one_slot, {**TEXT, "foo": value})
     assert status == 400
     assert "INVALID_ARG: foo: unknown key" in text
+
+
+def test_k12_a_client_may_ping_while_it_waits(one_slot):
+    """By gRPC's default, a server ends the connection at the third ping without data in five minutes."""
+    often = (
+        ("grpc.keepalive_time_ms", 50),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+    request = wire.encode_request(
+        build_request(stream=False, text_input="Count:", max_tokens=100, ignore_eos=True, temperature=0.0)
+    )
+    with grpc.insecure_channel(one_slot.grpc_url, options=often) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        began = time.monotonic()
+        # long enough for the pings that would be too many
+        while time.monotonic() - began < 2:
+            [message] = stub.ModelStreamInfer(iter((request,)), timeout=100)
+            assert not message.error_message

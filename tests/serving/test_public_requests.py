@@ -69,15 +69,15 @@ def test_h06_too_long_prompts_are_refused_at_once(client, alone):
 # H07
 
 BAD_JSON = {
-    "temperature": ["NaN", "Infinity", "-3", '"0.7"', "true", "null", "101"],
+    "temperature": ["NaN", "Infinity", "-3", '"warm"', "true", "101", '"101"'],
     "top_p": ["-0.1", "7", "NaN"],
     "min_p": ["-1", "2", "NaN"],
     "top_k": ["-5", "1.5"],
     "repetition_penalty": ["NaN", "1e9", "0", "1e400"],
     "presence_penalty": ["NaN", "1e9"],
     "frequency_penalty": ["NaN", "1e9"],
-    "seed": ["-1", str(2**64), "1.5", '"7"'],
-    "tempurature": ["1"],
+    "seed": ["-1", str(2**64), "1.5", '"1.5"', '"-1"'],
+    "tempurature": ["1", "null"],
     "n": ["0", "2"],
     "stop": ["7", "[7]"],
     "max_tokens": ["0", "-1", "1.5"],
@@ -301,3 +301,27 @@ def test_control_through_generate_is_ping_only(server):
     assert status == 200
     assert json.loads(json.loads(text)["text_output"]).items() >= {"op": "ping", "ok": True}.items()
     assert refusal(server, {"control": '{"op": "flush"}'}).startswith("INVALID_ARG: control: ")
+
+
+# K09
+
+
+def test_k09_numbers_and_booleans_may_be_strings_and_null_is_absent(server, client):
+    asked = {"max_tokens": 6, "min_tokens": 6, "temperature": 0.0, "ignore_eos": True, "stop": "5"}
+    written = {"max_tokens": "6", "min_tokens": " 6", "temperature": "0.0", "ignore_eos": "True", "stop": "5"}
+    written |= {"top_p": None, "n": None, "logit_bias": None}
+    expected = client.generate(text_input="Hello", sampling_parameters=asked)
+    assert expected.num_output_tokens == 6
+    assert client.generate(text_input="Hello", sampling_parameters=written).text == expected.text
+    body = {"text_input": "Hello", "sampling_parameters": json.dumps(written), "kv": '{"retain_s": "0"}'}
+    status, text = post(server, body)
+    assert status == 200, text
+    assert json.loads(text)["text_output"] == "Hello" + expected.text
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("max_tokens", "six"), ("max_tokens", "6.5"), ("temperature", "nan"), ("ignore_eos", "1")]
+)
+def test_k09_what_is_no_number_is_refused_by_its_key(client, key, text):
+    with pytest.raises(InvalidArgument, match=f"^INVALID_ARG: {key}: Input should be a "):
+        client.generate(text_input="Hello", sampling_parameters={key: text})

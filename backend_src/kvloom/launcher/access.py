@@ -13,7 +13,7 @@ ends at its first colon, and gRPC refuses names with one."""
 
 
 def options(shared_memory: bool) -> list[str]:
-    """Options of tritonserver that switch off what clients shall not use, over HTTP and gRPC.
+    """Options of tritonserver that switch off what clients shall not use, over HTTP and gRPC, and allow what they may.
 
     Args:
         shared_memory: whether clients may register shared memory.
@@ -24,6 +24,8 @@ def options(shared_memory: bool) -> list[str]:
         "--model-control-mode=none",
         f"--http-restricted-api={off}:{HEADER}",
         f"--grpc-restricted-protocol={off}:{HEADER}",
+        # a client that looks every few seconds whether its connection lives may do so while it waits for a long answer
+        "--grpc-http2-max-ping-strikes=0",
     ]
 
 

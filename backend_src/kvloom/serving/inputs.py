@@ -1,8 +1,10 @@
 """Reading a request's tensors, and the JSON objects that some of them hold: plain numpy, for both models."""
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+import re
+from collections.abc import Collection, Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -15,6 +17,12 @@ MAX_BYTES = 2**24
 
 Inputs = Mapping[str, np.ndarray]
 """The inputs of a request by name, each of shape [1, n]."""
+
+_NUMBERS = {
+    int: re.compile(r"[+-]?[0-9]{1,30}"),
+    float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
+"""How numbers look in a string."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -102,6 +110,8 @@ def validate(
 ) -> Model:
     """Check keys against a pydantic model, as strictly as JSON can be checked.
 
+    But "5" and "true" are 5 and true, and null is as good as absent.
+
     Args:
         model: what the keys may be.
         keys: a client's.
@@ -114,7 +124,9 @@ def validate(
     """
     try:
         # through JSON, where a list is a tuple and "5" is the only way to write the key 5
-        return model.model_validate_json(json.dumps(keys))
+        absent = {key for key, value in keys.items() if value is None and key in model.model_fields}
+        given = {key: _plain(model, key, value) for key, value in keys.items() if key not in absent}
+        return model.model_validate_json(json.dumps(given))
     except ValidationError as error:
         # without the context: a validator's own error in it, and its frames, would hold this request in a cycle
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -127,6 +139,30 @@ def validate(
             others = [name for name in inputs if name not in model.model_fields]
             raise InvalidArgument(key, known + (f"; inputs: {', '.join(others)}" if others else "")) from error
         raise InvalidArgument(key, first["msg"].removeprefix("Value error, ")) from error
+
+
+def _plain(model: type[BaseModel], key: str, value: Any) -> Any:
+    """A number or a boolean that a client wrote as a string, as genai-perf and vLLM's samples for Triton do."""
+    if not isinstance(value, str) or key not in model.model_fields:
+        return value
+    kinds = {kind for kind in _kinds(model.model_fields[key].annotation) if kind is not NoneType}
+    if kinds == {bool}:
+        return {"true": True, "false": False}.get(value.strip().lower(), value)
+    for kind, form in _NUMBERS.items():
+        if kinds == {kind} and form.fullmatch(value.strip()):
+            return kind(value)
+    return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The plain types of a field."""
+    if get_origin(annotation) in (Union, UnionType):
+        for kind in get_args(annotation):
+            yield from _kinds(kind)
+    elif get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    else:
+        yield annotation
 
 
 def _printable(key: str) -> str:
