@@ -323,7 +323,7 @@ class BlockCache:
             pass
 
     def check_in_parts(self, tables: Iterable[list[int]]) -> Iterator[None]:
-        """Like ``check``, but yields after every few blocks. If a block changes in a pause, the check is worthless."""
+        """Like ``check``, but yields after every few blocks. If a block changes in a pause, the check is void."""
         uses = Counter(block for table in tables for block in table)
         evictable, kept, free = set(self._evictable), self._kept, set(self._free)
         assert self.free + self.cached + self.used == self.total, "free + cached + used is not the total"
