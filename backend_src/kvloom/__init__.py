@@ -1,1 +1,1 @@
-"""kvloom: large language models inside NVIDIA Triton Inference Server, on a paged KV cache."""
+"""kvloom serves large language models inside NVIDIA Triton Inference Server, with a paged KV cache."""

@@ -10,19 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvloom.errors import SettingsError
 
 SPARE_SLOTS = 1200
-"""Of Triton's sequences, kept for dropped conversations and control requests."""
+"""Triton sequences that are reserved for dropped conversations and control requests."""
 
 TRITONS = re.compile("EXECUTION_ENV_PATH|FORCE_CPU_ONLY_INPUT_TENSORS|TRITON_[A-Z_]+")
-"""Parameters in config.pbtxt that are Triton's or its Python backend's own."""
+"""Parameters in config.pbtxt that belong to Triton or its Python backend."""
 
 NonNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseModel):
-    """What an operator can set; values arrive as the strings of config.pbtxt.
+    """The settings. Their values arrive as strings from config.pbtxt.
 
-    What stands under a field is its line in the README and in `kvloom serve --help`, in Markdown.
+    The docstring of a field is its line in the README and in `kvloom serve --help`, in Markdown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -109,17 +109,17 @@ class Settings(BaseModel):
 
     @property
     def step_threads(self) -> int:
-        """``threads``, or one for each core that this process may run on; a container may leave it few of them."""
+        """``threads``, or else the number of cores that this process may run on. A container may limit them."""
         return self.threads or len(os.sched_getaffinity(0))
 
     @classmethod
     def names(cls) -> list[str]:
-        """The settings that there are for operators."""
+        """The names of all settings except those for tests."""
         return [name for name in cls.model_fields if not name.startswith("test_")]
 
     @classmethod
     def described(cls) -> list[tuple[str, str, str]]:
-        """Name, default as an operator would write it, and meaning of each of them."""
+        """The name, default and description of each setting in ``names``. The default is in config.pbtxt's form."""
         return [
             (name, _written(field.default), " ".join((field.description or "").split()))
             for name, field in cls.model_fields.items()
@@ -128,10 +128,10 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> "Settings":
-        """Read settings from strings; parameters that are for Triton itself are none.
+        """Read settings from strings. Triton's own parameters are ignored.
 
         Raises:
-            SettingsError: naming the setting and what it takes.
+            SettingsError: a setting is unknown or wrong. The message names it and what it takes.
         """
         parameters = {key: value for key, value in parameters.items() if not TRITONS.fullmatch(key)}
         unknown = sorted(set(parameters) - set(cls.model_fields))
@@ -146,26 +146,28 @@ class Settings(BaseModel):
                 f"setting {name}={parameters[name]!r}: {first['msg'].removeprefix('Value error, ')}"
             ) from error
         if settings.weights == "fp32" and settings.kv_dtype == "bf16":
-            raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too")
+            raise SettingsError("setting kv_dtype='bf16': weights=fp32 makes the cache fp32 too; change one of them")
         if settings.retain_memory != "0" and not settings.prefix_cache:
-            raise SettingsError(f"setting retain_memory={settings.retain_memory!r}: retaining needs prefix_cache")
+            raise SettingsError(
+                f"setting retain_memory={settings.retain_memory!r}: retaining needs prefix_cache; set prefix_cache=true"
+            )
         return settings
 
     def check_slots(self, kept: int) -> None:
-        """See to it that Triton lets in whatever the engine may take.
+        """Check that Triton keeps enough sequences for these settings.
 
         Args:
-            kept: sequences that Triton keeps of the engine's model: ``max_candidate_sequences`` in its config.pbtxt.
+            kept: ``max_candidate_sequences`` in the config.pbtxt of the engine's model.
 
         Raises:
-            SettingsError: those are too few.
+            SettingsError: there are too few.
         """
         slots = self.max_conversations + self.max_queue + self.max_running + SPARE_SLOTS
         if slots > kept:
             raise SettingsError(
                 f"settings max_conversations={self.max_conversations}, max_queue={self.max_queue} and "
-                f"max_running={self.max_running} with {SPARE_SLOTS} to spare are {slots}; Triton keeps "
-                f"{kept} sequences (max_candidate_sequences in the model's config.pbtxt)"
+                f"max_running={self.max_running} with {SPARE_SLOTS} to spare need {slots} sequences, but Triton keeps "
+                f"{kept}; lower them, or raise max_candidate_sequences in the model's config.pbtxt"
             )
 
 

@@ -11,7 +11,7 @@
     │   └── Internal              INTERNAL      a fault of the server, confined to this request
     └── SetupError                nothing can be served; raised before the first request
         ├── SettingsError         a setting is unknown, malformed or contradicts another
-        ├── ModelError            a model file is missing, broken or of an unsupported kind
+        ├── ModelError            a model file is missing, broken or not supported
         └── LaunchError           no tritonserver could be found, started or reached
 """
 
@@ -19,11 +19,11 @@ from typing import ClassVar
 
 
 class KvloomError(Exception):
-    """Base of everything kvloom raises on purpose."""
+    """The base of all errors that kvloom raises on purpose."""
 
 
 class RequestError(KvloomError):
-    """One request failed. ``str()`` is what the client reads: ``CODE: message``."""
+    """One request failed. ``str()`` is the text that the client gets: ``CODE: message``."""
 
     code: ClassVar[str]
 
@@ -35,7 +35,7 @@ class RequestError(KvloomError):
 
 
 class InvalidArgument(RequestError):
-    """The request is wrong; ``field`` is the input, key or limit at fault."""
+    """The request is wrong. ``field`` is the wrong input or key, or the exceeded limit."""
 
     code = "INVALID_ARG"
 
@@ -45,31 +45,31 @@ class InvalidArgument(RequestError):
 
 
 class Unavailable(RequestError):
-    """The server can't take the request now."""
+    """The server can't take the request at the moment."""
 
     code = "UNAVAILABLE"
 
 
 class NotFound(RequestError):
-    """What the request refers to does not exist (any more)."""
+    """The request refers to something that does not exist, or was dropped."""
 
     code = "NOT_FOUND"
 
 
 class Cancelled(RequestError):
-    """The request was ended by another one."""
+    """Another request ended this one."""
 
     code = "CANCELLED"
 
 
 class Internal(RequestError):
-    """A fault of the server. The request is lost, the server goes on."""
+    """A fault of the server. The request fails, but the server continues."""
 
     code = "INTERNAL"
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client hears of anything that was raised while its request was looked at."""
+    """The error to send to the client for any exception that its request caused."""
     return error if isinstance(error, RequestError) else Internal(f"the engine failed: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Faults that concern one of many."""
+"""Logs faults that must not affect other requests."""
 
 import logging
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def logged(log: logging.Logger, what: str, *arguments: object) -> Iterator[None]:
-    """Log a fault, and go on with the others, who must not suffer from it.
+    """Run a block. If it raises, log the exception and continue.
 
     Args:
-        log: where to.
-        what: is told of it, with ``arguments`` as of ``log.error``.
+        log: the logger.
+        what: the message, with ``arguments`` as in ``log.error``.
     """
     try:
         yield
-    except Exception:  # noqa: BLE001 whatever it is
+    except Exception:  # noqa: BLE001 no fault of the block may affect other requests
         log.exception(what, *arguments)

@@ -1,4 +1,4 @@
-"""Folders in which nobody else can lay or change anything."""
+"""Makes and checks folders and files that no other user can write to."""
 
 import os
 import stat
@@ -8,13 +8,13 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only its owner may enter, or close the one that is there to everybody else.
+    """Make a folder that only its owner may enter. An existing folder is closed to all other users.
 
     Returns:
-        Its path without links.
+        The folder's path without links.
 
     Raises:
-        OSError: it can't be made, or others may lay something in it or in its place.
+        OSError: it can't be made, or other users may write to it or replace it.
     """
     path = _made(path)
     path.chmod(0o700)
@@ -22,13 +22,13 @@ def private_folder(path: Path) -> Path:
 
 
 def trusted_folder(path: Path) -> Path:
-    """Make a folder for what is loaded and run later, or see to it that only this user and root may write there.
+    """Make a folder for files that are loaded or run later. Only this user and root may write to it.
 
     Returns:
-        Its path without links.
+        The folder's path without links.
 
     Raises:
-        OSError: likewise.
+        OSError: it can't be made, or other users may write to it or replace it.
     """
     path = _made(path)
     found = path.stat()
@@ -38,10 +38,10 @@ def trusted_folder(path: Path) -> Path:
 
 
 def check_own_file(path: Path) -> None:
-    """See to it that what a file holds is this user's or root's word. A file that is not there is fine.
+    """Check that only this user or root can have written a file. A missing file is accepted.
 
     Raises:
-        OSError: somebody else may have written it.
+        OSError: another user may have written it.
     """
     try:
         found = path.stat(follow_symlinks=False)
@@ -52,16 +52,16 @@ def check_own_file(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """See to it that nobody else can put another folder in this one's place, by a name on the way to it.
+    """Check that no other user can replace this folder or one of its parents.
 
     Raises:
-        OSError: somebody can; says where.
+        OSError: another user can. The message names the folder.
     """
     for folder in (path, *path.parents):
         found = folder.stat(follow_symlinks=False)
         if found.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{folder} belongs to user {found.st_uid}, who could change what is in it")
-        # private groups: Debian and others give each user one, and let it write
+        # Debian and others give each user a private group with write access, so the user's own group is accepted
         strangers = stat.S_IWOTH if found.st_gid in (0, os.getegid()) else OTHERS_WRITE
         if found.st_mode & strangers and not found.st_mode & stat.S_ISVTX:
             raise PermissionError(f"other users may write to {folder}, and change what is in it")
@@ -76,7 +76,7 @@ def _made(path: Path) -> Path:
     check_place(path.parent)
     found = path.stat(follow_symlinks=False)
     if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(f"{path} is no folder")
+        raise NotADirectoryError(f"{path} is not a folder")
     if found.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path} belongs to user {found.st_uid}, who could change what is in it")
     if found.st_uid != os.geteuid() and found.st_mode & OTHERS_WRITE:

@@ -1,4 +1,4 @@
-"""What a start is doing: lines of the log that the launcher shows to whoever waits for it."""
+"""Logs the progress of a start. The launcher shows these log lines to the user."""
 
 import logging
 import time
@@ -7,24 +7,24 @@ log = logging.getLogger(__name__)
 
 PARTS = 10
 LEAST_S = 1.0
-"""Between two lines about the same phase."""
+"""Least seconds between two lines about the same phase."""
 
 
 def phase(text: str) -> None:
-    """Log what begins to be done, like "loading the model"."""
+    """Log the beginning of a phase, like "loading the model"."""
     log.info("%s", text)
 
 
 class Progress:
-    """How far a phase is: one line whenever another tenth of it is done, at most one a second."""
+    """Logs the progress of a phase: one line for every tenth, but at most one line per second."""
 
     def __init__(self, what: str, total: int, unit: str):
         """Begin.
 
         Args:
             what: the phase.
-            total: what there is to do, in bytes or the like.
-            unit: of the numbers shown, which are millions: "MB" where ``total`` is bytes.
+            total: the amount of work, in bytes or another unit.
+            unit: the unit of a million of them, such as "MB".
         """
         self._what = what
         self._total = total
@@ -33,8 +33,8 @@ class Progress:
         self._said_at = time.monotonic()
 
     def at(self, done: int) -> None:
-        """So much is done."""
-        # pip holds a wheel twice for a moment
+        """Report that ``done`` of the total is done."""
+        # More than the total may be reported, because pip has a wheel twice for a moment
         done = min(done, self._total)
         part, now = done * PARTS // self._total, time.monotonic()
         if part > self._part and now - self._said_at >= LEAST_S:

@@ -1,4 +1,4 @@
-"""The nouns everything shares: what a request, a sequence and a step are. No tensors here."""
+"""The types that all departments share: requests, sequences and steps. No tensors."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from kvloom.errors import RequestError
 TokenId = Annotated[int, Field(ge=0)]
 
 MAX_TEXTS, MAX_CHARACTERS = 512, 16_384
-"""The most strings that ``stop`` and ``bad_words`` may have each, and the most characters of them together."""
+"""The most strings in each of ``stop`` and ``bad_words``, and the most characters of all strings in one of them."""
 
 MAX_STOP_IDS, MAX_BIASES = 1024, 4096
 """The most ``stop_token_ids`` and the most entries of ``logit_bias``.
 
-What a request with all of these costs its neighbours is about the time of one small step.
+A request with all of these delays other requests by about the time of one small step.
 """
 
 
@@ -32,15 +32,16 @@ def _bounded(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Texts = Annotated[tuple[str, ...], AfterValidator(_bounded)]
-"""A string or a list of strings; empty ones mean nothing and are dropped."""
+"""A string or a list of strings. Empty strings are dropped."""
 
 
 class SamplingParams(BaseModel):
-    """How tokens are chosen and when an answer ends. Keys, defaults and ranges are the sampling JSON's.
-    What stands under a field is its line in the README, in Markdown.
+    """How tokens are chosen and when an answer ends. Keys, defaults and ranges are those of the sampling JSON.
 
-    Order of effects: logit_bias, penalties (repetition over prompt and answer, presence and frequency over the answer
-    alone), bans (bad_words, end tokens before min_tokens); then temperature, min_p, top_k, top_p.
+    The docstring of a field is its line in the README, in Markdown.
+
+    They apply in this order: logit_bias, penalties (repetition over prompt and answer, presence and frequency over the
+    answer only), bans (bad_words, end tokens before min_tokens), temperature, min_p, top_k, top_p.
     """
 
     model_config = ConfigDict(
@@ -110,16 +111,16 @@ class Request:
     """One answer to produce.
 
     Attributes:
-        id: the client's request id, or one minted by the door; for messages and tests, not for look-up.
+        id: the client's request id, or a generated one. It is for messages and tests, not for lookup.
         prompt_ids: token ids of the prompt, at least one.
         params: how to sample and when to stop.
-        arrival: ``time.monotonic()`` when it was received, seconds.
-        logprobs: how many alternatives per token are wanted beside the token's own log probability; None: no
-            log probabilities at all.
-        deadline: ``time.monotonic()`` at which the answer so far is the answer; None: no deadline.
+        arrival: when the request was received (``time.monotonic()``, seconds).
+        logprobs: how many alternatives per token to return, beside the token's own log probability; None for no log
+            probabilities.
+        deadline: when the answer ends with the tokens so far (``time.monotonic()``); None for no deadline.
         priority: higher runs first.
-        cache_salt: only requests of the same salt share prefixes.
-        retain_s: seconds for which the prompt's blocks are kept after the answer; negative: for ever.
+        cache_salt: only requests with the same salt share prefixes.
+        retain_s: how many seconds to retain the prompt's blocks after the answer; negative: for ever.
     """
 
     id: str
@@ -148,8 +149,8 @@ class Sampled:
 
     Attributes:
         id: the token.
-        logprob: its natural log probability under the raw logits; None where not asked for.
-        top: the likeliest tokens and their log probabilities, best first; as many as were asked for.
+        logprob: its natural log probability under the raw logits; None if not requested.
+        top: the most likely tokens and their log probabilities, best first, as many as requested.
     """
 
     id: int
@@ -159,22 +160,22 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an answer took. Times in milliseconds.
+    """The resources that an answer used. Times are in milliseconds.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        cached_tokens: those of them whose KV was found in the cache.
-        generated_tokens: tokens generated.
-        queue_ms: from arrival to the first step it took part in.
-        prefill_ms: from there to the first token.
-        decode_ms: from there to the end.
-        blocks: blocks it held at the end.
-        kv_dtype: of its cache.
-        kv_policy: eviction policy of its cache.
-        evicted_blocks: blocks the policy dropped.
-        preemptions: how often it had to give its blocks away.
-        rerendered_tokens: tokens of the conversation so far that the chat template writes otherwise now that there is
-            more of it, and that were fed anew.
+        cached_tokens: prompt tokens that were found in the prefix cache.
+        generated_tokens: tokens of the answer.
+        queue_ms: time from arrival to the request's first step.
+        prefill_ms: time from the first step to the first token.
+        decode_ms: time from the first token to the end.
+        blocks: the number of blocks at the end.
+        kv_dtype: the cache's dtype.
+        kv_policy: the cache's policy.
+        evicted_blocks: blocks that the policy dropped.
+        preemptions: how often the request was preempted.
+        rerendered_tokens: tokens of earlier turns that were computed again, because the chat template renders them
+            differently in the longer conversation.
     """
 
     prompt_tokens: int
@@ -193,14 +194,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step adds to an answer.
+    """The part that one step adds to an answer.
 
     Attributes:
-        text: text that is certain now (may be empty while a character or a possible stop string is incomplete).
-        tokens: tokens generated since the previous delta, end and stop tokens included.
+        text: new text. It may be empty while a character or a possible stop string is incomplete.
+        tokens: tokens generated since the previous delta, including end and stop tokens.
         finish_reason: set on the last delta only.
-        error: set instead of a finish reason when the request failed; the delta is then the last.
-        usage: set beside a finish reason.
+        error: set instead of a finish reason if the request failed. This delta is the last one.
+        usage: set together with a finish reason.
     """
 
     text: str
@@ -216,28 +217,28 @@ class Delta:
 
     @property
     def final(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this is the last delta."""
         return self.finish_reason is not None or self.error is not None
 
 
 Sink = Callable[[Delta], None]
-"""Takes an answer's deltas in order; called by the engine thread, so it must not block."""
+"""Takes an answer's deltas in order. The engine thread calls it, so it must not block."""
 
 
 Banned = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
-"""By how many tokens come before: the tokens that may not follow these at an answer's end. Under 0: (), always."""
+"""Forbidden next tokens, by length and ids of the tokens at the answer's end. Length 0: always forbidden."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class KvState:
-    """What is computed of some tokens, and where it lies: in blocks, on the host, or nowhere.
+    """The computed keys and values of some tokens: in device blocks, in host blocks, or dropped.
 
     Attributes:
-        computed: how many leading tokens have their KV in ``blocks``.
-        blocks: block table: the i-th block holds tokens [i * block_size, (i + 1) * block_size).
-        hashed: how many leading blocks others can find.
-        host_blocks: where its blocks' content is kept while it has none.
-        swapped: how many leading tokens have their KV in ``host_blocks``.
+        computed: how many leading tokens have their keys and values in ``blocks``.
+        blocks: the block table. Block i holds tokens [i * block_size, (i + 1) * block_size).
+        hashed: how many leading blocks are in the prefix cache.
+        host_blocks: the host blocks, while the state is swapped out.
+        swapped: how many leading tokens have their keys and values in ``host_blocks``.
     """
 
     computed: int = 0
@@ -247,7 +248,7 @@ class KvState:
     swapped: int = 0
 
     def move_to(self, other: "KvState") -> None:
-        """Hand everything over to ``other``, which holds nothing."""
+        """Move everything to ``other``, which must be empty."""
         assert not (other.blocks or other.host_blocks)
         other.computed, other.hashed, other.swapped = self.computed, self.hashed, self.swapped
         other.blocks, other.host_blocks = self.blocks, self.host_blocks
@@ -257,19 +258,19 @@ class KvState:
 
 @dataclass(eq=False, slots=True)
 class Sequence(KvState):
-    """A request at work: the tokens it knows, and what is computed of them.
+    """The state of a request in the engine: its tokens and their KV state.
 
     Attributes:
-        request: what was asked.
+        request: the request.
         tokens: prompt and generated token ids.
-        seed: the request's, or a random one: every draw is a function of seed and position.
-        cached: how many of the prompt's tokens were found in the cache.
-        preemptions: how often it gave its blocks away.
+        seed: the request's seed, or a random one. Every random number depends on the seed and the position only.
+        cached: how many of the prompt's tokens were found in the prefix cache.
+        preemptions: how often the sequence was preempted.
         rerendered: see ``Usage.rerendered_tokens``.
-        rank: its place among others: the lower, the earlier its turn.
-        end_ids: tokens that end the answer, and so may not come before min_tokens.
-        banned: what ``bad_words`` forbids.
-        changes: what the sampler keeps from step to step, and nobody else looks at: see ``ScoreChanges``.
+        rank: its rank in the schedule. The lowest comes first.
+        end_ids: tokens that end the answer. They are banned before min_tokens.
+        banned: the tokens that ``bad_words`` forbids.
+        changes: the sampler's private state, see ``ScoreChanges``.
     """
 
     request: Request
@@ -290,7 +291,7 @@ class Sequence(KvState):
 
     @property
     def namespace(self) -> str:
-        """Only sequences of one namespace share blocks: their content is a function of their tokens."""
+        """The sequence's namespace in the prefix cache. Only sequences of the same namespace share blocks."""
         return self.request.cache_salt
 
     @property
@@ -300,13 +301,13 @@ class Sequence(KvState):
 
     @property
     def pending(self) -> int:
-        """Number of known tokens whose KV is not computed yet; at least one while the sequence lives."""
+        """Number of known tokens that are not computed yet. It is at least one."""
         return len(self.tokens) - self.computed
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens [start, start + count) of one sequence, to be computed in this step."""
+    """The tokens [start, start + count) of a sequence, which a step computes."""
 
     sequence: Sequence
     start: int
@@ -314,18 +315,18 @@ class Slice:
 
     @property
     def samples(self) -> bool:
-        """Whether the slice reaches the last known token, so that a new one can be sampled."""
+        """Whether the slice ends at the last known token, so that the next token is sampled."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step.
+    """The plan of one step.
 
     Attributes:
-        slices: what to compute.
-        swap_out: (device block, host block) to copy first, before anything is written.
-        swap_in: (host block, device block) to copy after that.
+        slices: the tokens to compute.
+        swap_out: pairs (device block, host block) to copy first, before anything else is written.
+        swap_in: pairs (host block, device block) to copy after that.
     """
 
     slices: list[Slice] = field(default_factory=list)

@@ -55,9 +55,9 @@ def test_the_check_sees_a_broken_state(name):
 def test_the_check_sees_a_table_that_was_forgotten():
     cache = cache_of()
     running = compute(cache, A + B)
-    with pytest.raises(AssertionError, match="counts 1 tables, is in 0"):
+    with pytest.raises(AssertionError, match="is in 0 block tables but counts 1"):
         cache.check([])
-    with pytest.raises(AssertionError, match="counts 1 tables, is in 2"):
+    with pytest.raises(AssertionError, match="is in 2 block tables but counts 1"):
         cache.check([running.blocks, running.blocks[:1]])
 
 

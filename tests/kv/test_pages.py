@@ -74,7 +74,7 @@ def test_a_system_that_cannot_leaves_pages_to_their_first_use(pool, monkeypatch,
         deadline = time.monotonic() + 20
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert "as they are used: Invalid argument" in caplog.text
+    assert "on first use: Invalid argument" in caplog.text
     ahead.used(BLOCKS - 1)
     assert resident(pool) == 0
     pool[-1] = 1

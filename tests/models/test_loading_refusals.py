@@ -36,8 +36,8 @@ CONFIG_REFUSALS = [
     ({"head_dim": 15}, "head_dim=15 is odd"),
     ({"rms_norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
     ({"num_hidden_layers": 3}, r"layers\.2\.input_layernorm\.weight \(and 8 more\) is missing"),
-    ({"num_hidden_layers": 1}, r"layers\.1\..* \(and 8 more\) has no place in a llama model"),
-    ({"intermediate_size": 95}, r"mlp\.gate_proj\.weight has shape \[96, 64\], the model's settings say \[95, 64\]"),
+    ({"num_hidden_layers": 1}, r"layers\.1\..* \(and 8 more\) does not belong to a llama model"),
+    ({"intermediate_size": 95}, r"mlp\.gate_proj\.weight has shape \[96, 64\], but the model's config says \[95, 64\]"),
 ]
 
 
@@ -67,8 +67,8 @@ def test_config_refused_by_name(folder, changes, match):
 TENSOR_REFUSALS = [
     (lambda t: t.pop("model.norm.weight"), r"tensor norm\.weight is missing"),
     (lambda t: t.pop("model.layers.1.self_attn.v_proj.weight"), r"layers\.1\.self_attn\.v_proj\.weight is missing"),
-    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), r"q_proj\.bias has no place"),
-    (lambda t: t.update({"norm.weight": torch.ones(64)}), r"norm\.weight is there twice"),
+    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), r"q_proj\.bias does not belong to"),
+    (lambda t: t.update({"norm.weight": torch.ones(64)}), r"norm\.weight appears twice"),
     (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm\.weight has shape \[63\]"),
     (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), r"norm\.weight: dtype I8"),
 ]
@@ -90,7 +90,7 @@ def test_paths_that_hold_no_model(folder, tmp_path):
     refused(tmp_path / "nowhere", "does not exist; --model takes")
     refused(folder / "config.json", "not a GGUF file; --model takes")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "neither model.safetensors nor model.safetensors.index.json is there")
+    refused(folder, "has neither model.safetensors nor model.safetensors.index.json")
     (folder / "config.json").unlink()
     refused(folder, "config.json is missing")
 
@@ -133,7 +133,7 @@ def test_truncated_gguf(folder, tmp_path):
         assert end < len(whole)
         cut.write_bytes(whole[:end])
         refused(cut, "GGUF")
-    refused(cut, "truncated or corrupt GGUF file.*download or convert it again")
+    refused(cut, "the GGUF file is truncated or corrupt.*download or convert it again")
 
 
 def test_corrupt_gguf(folder, tmp_path):
@@ -189,4 +189,4 @@ def test_gguf_left_over_tensor(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         gguf.GGUFWriter, "write_header_to_file", lambda w: (w.add_tensor("blk.0.attn_q.bias", bias), begin(w))
     )
-    refused(to_gguf(folder, tmp_path / "m.gguf"), r"blk\.0\.attn_q\.bias has no place in a llama model")
+    refused(to_gguf(folder, tmp_path / "m.gguf"), r"blk\.0\.attn_q\.bias does not belong to a llama model")

@@ -180,7 +180,7 @@ def test_without_a_compiler_the_log_says_what_is_served_instead(tmp_path, caplog
     folder = make_tiny(tmp_path, **WIDE)
     files = open_model(to_gguf(folder, tmp_path / "m.gguf", GgmlType.Q4_1))
     ServedWeights(files, "int4", torch.bfloat16)
-    assert "weights=int4 without the C++ ops" in caplog.text
+    assert "weights=int4: there are no C++ ops" in caplog.text
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -143,5 +143,6 @@ def test_an_engine_whose_triton_keeps_too_few_sequences_is_refused(folders, tmp_
     config.write_text(config.read_text().replace("65536", "2000"))
     settings = {"model": str(folders["llm"]), "max_conversations": "700", "max_queue": "60", "max_running": "40"}
     ModelRepository(settings, source)
-    with pytest.raises(SettingsError, match="max_running=41 with 1200 to spare are 2001; Triton keeps 2000 sequences"):
+    expected = "max_running=41 with 1200 to spare need 2001 sequences, but Triton keeps 2000"
+    with pytest.raises(SettingsError, match=expected):
         ModelRepository({**settings, "max_running": "41"}, source)

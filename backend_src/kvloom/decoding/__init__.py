@@ -1,1 +1,1 @@
-"""Logits to tokens."""
+"""Turns logits into tokens: penalties, bans and sampling."""

@@ -1,4 +1,4 @@
-"""Logits to tokens: the parameters of a step's rows, batched."""
+"""Samples the next token of each sequence in a step, batched."""
 
 import logging
 
@@ -15,14 +15,14 @@ from kvloom.request import Sampled, Sequence
 log = logging.getLogger(__name__)
 
 _COLDEST = torch.finfo(torch.float32).tiny
-"""A temperature below it is 0 in fp32."""
+"""A temperature below this counts as 0, because fp32 has no normal number for it."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A uniform number in [0, 1) per row from its seed and the position of the token to draw.
+    """A uniform number in [0, 1) per row, from its seed and the position of the token to sample.
 
-    Output number ``position`` of the SplitMix64 generator (Steele et al., 2014): no state to keep, so a draw depends
-    on neither the neighbours nor what was recomputed.
+    It is output number ``position`` of the SplitMix64 generator (Steele et al., 2014). There is no state to keep, so
+    it does not depend on other sequences or on recomputation.
 
     Args:
         seeds: uint64 [R].
@@ -39,25 +39,25 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor]
-"""What ``ops.sampling.argmax`` returns."""
+"""The result of ``ops.sampling.argmax``."""
 
 
 def choose(logits: torch.Tensor, sequences: list[Sequence], best: Likeliest | None = None) -> list[Sampled | Exception]:
-    """The next token of each sequence, or what went wrong with that sequence alone.
+    """Choose the next token of each sequence. An exception in place of a token affects that sequence only.
 
     Args:
-        logits: fp32 [R, vocab], contiguous, a row per sequence. Changed on the way and put back.
-        sequences: R sequences whose known tokens are all computed.
-        best: ``argmax(logits)`` where that is known; its tokens are changed.
+        logits: fp32 [R, vocab], contiguous, one row per sequence. They are edited in place and restored.
+        sequences: R sequences with all known tokens computed.
+        best: ``argmax(logits)`` if it is known. Its tokens are overwritten.
     """
     if not sequences:
         return []
     try:
         return _choose(logits, sequences, best)
-    except Exception as error:  # noqa: BLE001 whatever one row does must not reach its neighbours
+    except Exception as error:  # noqa: BLE001 one row's fault must not affect the others
         if len(sequences) == 1:
             return [error]
-        log.exception("sampling %d rows together failed; trying one by one", len(sequences))
+        log.exception("could not sample %d rows together; trying them one by one", len(sequences))
         return [choose(logits[row : row + 1], [sequence])[0] for row, sequence in enumerate(sequences)]
 
 
@@ -91,12 +91,12 @@ def _choose(
 
 
 def _drawn(sequence: Sequence) -> bool:
-    """Whether the token is drawn; the likeliest is taken where the temperature is 0, or is 0 in fp32."""
+    """Whether the sequence is sampled. With a temperature of 0, or 0 in fp32, it is greedy."""
     return sequence.request.params.temperature >= _COLDEST
 
 
 def _draw(scores: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Put tokens drawn from scores fp32 [R, vocab] into tokens int64 [R], in the rows that are drawn."""
+    """Sample from scores fp32 [R, vocab] and write to tokens int64 [R]. Greedy rows keep their tokens."""
     rows = [row for row, sequence in enumerate(sequences) if _drawn(sequence)]
     if rows:
         index = torch.tensor(rows, device=scores.device)
@@ -106,7 +106,7 @@ def _draw(scores: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence])
 
 
 def draw_parameters(sequences: list[Sequence], vocab: int) -> tuple[torch.Tensor, ...]:
-    """What ``sample`` takes beside the scores, a row per sequence: temperature, min_p, top_k, top_p, uniform."""
+    """The arguments of ``sample`` after the scores: temperature, min_p, top_k, top_p, uniform; one row per sequence."""
     params = [sequence.request.params for sequence in sequences]
     seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
     positions = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.uint64)
@@ -120,12 +120,12 @@ def draw_parameters(sequences: list[Sequence], vocab: int) -> tuple[torch.Tensor
 
 
 def plain(sequence: Sequence) -> bool:
-    """Whether its next token follows from the logits and ``draw_parameters`` alone, and nothing else is asked."""
+    """Whether a sequence needs only the logits and ``draw_parameters``: no edits and no log probabilities."""
     return not _edited(sequence) and sequence.request.logprobs is None
 
 
 def _edited(sequence: Sequence) -> bool:
-    """Whether the next token is chosen from other scores than the model's own."""
+    """Whether the model's logits are edited before the next token is chosen."""
     p = sequence.request.params
     return bool(
         p.repetition_penalty != 1
@@ -138,7 +138,7 @@ def _edited(sequence: Sequence) -> bool:
 
 
 def _edits(sequences: list[Sequence], vocab: int) -> Edits | None:
-    """The changes of all rows' scores; None where there are none."""
+    """The edits of all rows' scores; None if there are none."""
     rows: dict[int, tuple[ScoreChanges, list[int]]] = {}
     for row, sequence in enumerate(sequences):
         if _edited(sequence):
@@ -151,7 +151,7 @@ def _edits(sequences: list[Sequence], vocab: int) -> Edits | None:
 
 
 def _banned(sequence: Sequence) -> list[int]:
-    """The tokens that may not come next: last ones of bad words, and end tokens before min_tokens."""
+    """The tokens that may not come next: those that complete bad words, and end tokens before min_tokens."""
     ids: list[int] = []
     tokens, generated = sequence.tokens, sequence.generated
     for length, after in sequence.banned.items():
@@ -163,7 +163,7 @@ def _banned(sequence: Sequence) -> list[int]:
 
 
 def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
-    """The chosen tokens int64 [R], with log probabilities under logits fp32 [R, vocab] where they are wanted."""
+    """The chosen tokens, int64 [R]. Rows that ask for them get log probabilities under logits, fp32 [R, vocab]."""
     outcomes: list[Sampled | Exception] = [Sampled(token) for token in tokens.tolist()]
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.logprobs is not None]
     if rows:

@@ -1,4 +1,4 @@
-"""What changes the scores that a sequence's next token is chosen from: bias, penalties, bans."""
+"""Tracks the edits of a sequence's logits before its next token is chosen: bias, penalties and bans."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,15 +12,15 @@ _BIAS, _REPETITION, _SUBTRACTED = range(3)
 
 
 class ScoreChanges:
-    """The changes of one answer, an entry per token concerned; a step adds the token that it brought.
+    """The edits of one answer, with one entry per affected token. Each step adds its token.
 
-    Entries are never removed, and none comes twice: tokens with a bias come first, then those of the prompt where there
-    is a repetition penalty, then others as they appear.
+    Entries are unique and never removed. Tokens with a bias come first, then the prompt's tokens if there is a
+    repetition penalty, then other tokens as they appear.
 
     Args:
-        params: of the request.
-        prompt: its token ids.
-        vocab: how many scores there are; ids from there on, in ``params``, the prompt or bans, change nothing.
+        params: the request's parameters.
+        prompt: the request's prompt.
+        vocab: the number of scores. Larger ids in ``params``, the prompt or bans have no effect.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab: int):
@@ -49,11 +49,11 @@ class ScoreChanges:
 
     @property
     def values(self) -> np.ndarray:
-        """Bias, repetition penalty and what is subtracted, fp64 [3, size]; see ``Edits``."""
+        """The bias, repetition penalty and subtracted value of each entry, fp64 [3, size]; see ``Edits``."""
         return self._values[:, : self.size]
 
     def follow(self, tokens: list[int]) -> None:
-        """Count what came since the last call; ``tokens`` are the prompt's and the answer's, and only ever grow."""
+        """Count the tokens since the last call. ``tokens`` are prompt and answer together, and only ever grow."""
         assert len(tokens) >= self._known
         if self._following:
             for token in tokens[self._known :]:
@@ -67,7 +67,7 @@ class ScoreChanges:
         self._known = len(tokens)
 
     def entry(self, token: int) -> int:
-        """The entry of a token, which changes nothing where the token had none."""
+        """The entry of a token. A new entry has no effect yet."""
         entry = self._entries.setdefault(token, self.size)
         if entry == self.size:
             if self.size == len(self._tokens):
@@ -88,7 +88,12 @@ class ScoreChanges:
 
 
 def join(rows: dict[int, tuple[ScoreChanges, list[int]]], vocab: int) -> Edits:
-    """The edits of some rows of scores [R, vocab]: by row its changes, and the entries that are banned in this step."""
+    """Join the edits of several rows of scores [R, vocab].
+
+    Args:
+        rows: by row: its changes and the entries that are banned in this step.
+        vocab: the number of scores in a row.
+    """
     changes = [change for change, _ in rows.values()]
     sizes = [change.size for change in changes]
     index = np.concatenate([change.tokens for change in changes])
@@ -105,7 +110,7 @@ def join(rows: dict[int, tuple[ScoreChanges, list[int]]], vocab: int) -> Edits:
 
 
 def _neutral() -> np.ndarray:
-    """The values, fp64 [3, 1], of an entry that changes nothing."""
+    """The values, fp64 [3, 1], of an entry without effect."""
     neutral = np.zeros((3, 1))
     neutral[_REPETITION] = 1
     return neutral

@@ -1,1 +1,1 @@
-"""The engine: requests in, steps, answers out; its thread, and how it is built."""
+"""The engine, which turns requests into answers step by step; its thread; and the code that builds it."""

@@ -1,4 +1,4 @@
-"""One answer in the making: sampled tokens in, text out, and the rules of when it ends."""
+"""Builds one answer: takes sampled tokens, returns text and decides when the answer ends."""
 
 import time
 
@@ -9,18 +9,18 @@ from kvloom.text.tokenizer import Tokenizer
 
 
 class AnswerBuilder:
-    """What the engine keeps of a request beside its sequence.
+    """The state of a request that is not in its sequence.
 
     Args:
-        request: what was asked.
-        tokenizer: of the model.
-        longest: maximum number of tokens of a sequence, prompt and answer.
-        sink: where the deltas go.
-        observations: gets its times.
+        request: the request.
+        tokenizer: the model's tokenizer.
+        longest: maximum number of tokens of a sequence, prompt and answer together.
+        sink: receives the deltas.
+        observations: receives the measured times.
 
     Attributes:
-        sink: where the deltas go.
-        text: the answer's text as its tokens come.
+        sink: receives the deltas.
+        text: streams the answer's text.
         end_ids: tokens that end the answer.
     """
 
@@ -42,15 +42,15 @@ class AnswerBuilder:
         self._last_token = 0.0
 
     def start(self, now: float) -> None:
-        """Note that a step computes something of it; the first call counts."""
+        """Note that a step computes tokens of the request. Only the first call counts."""
         if self._started is None:
             self._started = now
             self._observations.add("queue_seconds", now - self._arrival)
 
     def take(self, sequence: Sequence, sampled: Sampled, now: float) -> tuple[str, FinishReason | None]:
-        """Append a token to the sequence; return the text that became certain, and why the answer ends, if it does.
+        """Append a token to the sequence. Return the text to send and, if the answer ends, its finish reason.
 
-        The text of an end token, like a stop string, is cut off unless the request wants it kept.
+        Like a stop string, the text of an end token is left out unless the request asks for it.
         """
         if self._first_token is None:
             self._first_token = now
@@ -60,7 +60,7 @@ class AnswerBuilder:
         self._last_token = now
         params = self._params
         sequence.tokens.append(sampled.id)
-        # the sampler bans end tokens before min_tokens
+        # The sampler bans end tokens before min_tokens
         at_end = sampled.id in self.end_ids
         text = ""
         if not at_end or params.include_stop_str_in_output:
@@ -72,7 +72,7 @@ class AnswerBuilder:
         return text, None
 
     def end(self, sequence: Sequence, kv_dtype: str) -> Usage:
-        """What the answer took; called once, while the sequence still holds its blocks."""
+        """End the answer and return its usage. Call it once, while the sequence still has its blocks."""
         now = time.monotonic()
         self._observations.add("e2e_seconds", now - self._arrival)
         started = now if self._started is None else self._started

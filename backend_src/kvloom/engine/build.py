@@ -1,4 +1,4 @@
-"""From settings to an engine that is ready to serve."""
+"""Builds an engine from the settings."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from kvloom.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, the tokenizer of its model, and what the engine takes."""
+    """An engine, its model's tokenizer and the engine's limits."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -46,12 +46,12 @@ class BuiltEngine:
 
 
 def build_engine(settings: Settings, triton: Triton | None = None, *, record: bool = True) -> BuiltEngine:
-    """Load the model and build everything around it.
+    """Load the model and build the engine with all its parts.
 
     Args:
-        settings: the server's.
-        triton: hears which conversations there are; None: there is no Triton.
-        record: False to compute every decode step of a CPU op by op, for who wants to see the ops.
+        settings: the server's settings.
+        triton: is told of conversations; None without Triton.
+        record: whether decode steps on a CPU are recorded and replayed. False runs them op by op, for profiling.
 
     Raises:
         SettingsError: a setting does not fit the model or the machine.
@@ -78,9 +78,9 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     phase("warming up: measuring what computing and copying cost")
-    # before the pool's pages come in a thread, which would be measured, too
+    # Measure before the thread that populates pages starts, since it would disturb the measurement
     costs = measure_costs(decoder, storage, host_storage, settings.block_size)
-    # a chosen pool that does not fit as a whole may still do as far as it is used
+    # A pool set by the user may be larger than memory. It works until too many blocks are used, so don't populate it
     ahead = None if on_gpu or plan.left < 0 else PagesAhead(storage.memory, plan.block_bytes)
     cache = BlockCache(
         plan.blocks,
@@ -120,7 +120,7 @@ def _use_native() -> None:
     try:
         cache = trusted_folder(cache_folder("ops"))
     except OSError as error:
-        use_torch(f"{error} (XDG_CACHE_HOME names the folder for caches)")
+        use_torch(f"{error} (set XDG_CACHE_HOME to a cache folder)")
     else:
         use_native(cache, building=phase)
 

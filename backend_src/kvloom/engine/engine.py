@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, deltas out. Used by one thread at a time (see thread.py)."""
+"""The engine: it takes requests, runs steps and sends deltas. Only one thread may use it at a time, see thread.py."""
 
 import logging
 import time
@@ -28,12 +28,12 @@ from kvloom.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _NO_END = Internal("the answer could not be ended")
-"""What a client hears where its answer's end itself was a fault."""
+"""The client's error if ending its answer failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The engine at one moment; counters count since its start."""
+    """A snapshot of the engine. Counters count from its start."""
 
     running: int = 0
     waiting: int = 0
@@ -52,20 +52,20 @@ class Stats:
 
 
 class Engine:
-    """Step and commit. Requests come as turns of conversations, see ``turns``.
+    """Plans, runs and commits steps. Requests come as turns of conversations, see ``turns``.
 
-    Every request that has begun ends in exactly one final delta, and ends in one place, ``_end``.
+    Every request that has begun ends with exactly one final delta, in ``_end``.
 
     Args:
-        triton: hears which conversations there are; None: there is no Triton.
-        journal: keeps conversations for an engine after this one; None: nobody does.
+        triton: is told of conversations; None without Triton.
+        journal: saves conversations for a restart; None to save nothing.
 
     Attributes:
         observations: measured values, for histograms.
         steps: how many steps have finished.
         failed_steps: how many have failed since the last one that finished.
-        draining: no request is taken any more.
-        turns: its conversations.
+        draining: whether new requests are refused.
+        turns: schedules the turns of all conversations.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Engine:
         self._host = host
         self._tokenizer = tokenizer
         self._limits = limits
-        # the last token of a sequence needs no room: its KV is never computed
+        # The last token of a sequence needs no room in the cache: its keys and values are never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, AnswerBuilder] = {}
-        # what goes out, deltas to their sinks and all else, and whether it waits until the next step is being computed
+        # Calls to make, such as passing deltas to sinks, and whether they wait until the next step is running
         self._outbox: deque[Callable[[], None]] = deque()
         self._holds_back = False
         self._timers = Timers()
@@ -105,10 +105,10 @@ class Engine:
         manager.restore()
 
     def prepare(self, turn: Turn) -> None:
-        """Do what can be done for a turn before it is taken; any thread may.
+        """Check and prepare a turn before it is queued. Any thread may call this.
 
         Raises:
-            InvalidArgument: it can never be served.
+            InvalidArgument: the turn can never be served.
         """
         sequence = turn.sequence
         if turn.start:
@@ -118,24 +118,24 @@ class Engine:
         sequence.banned = banned_tokens(self._tokenizer, sequence.request.params.bad_words)
 
     def check_prompt(self, ids: Collection[int]) -> None:
-        """Refuse a prompt, with the conversation before it, that can never be served; as ``Admission.check_prompt``."""
+        """See ``Admission.check_prompt``."""
         self._admission.check_prompt(ids)
 
     def refusal(self, turn: Turn) -> Unavailable | None:
-        """Why a turn can't be taken just now."""
+        """The error for a turn that can't be served at the moment; None if it can."""
         if self.draining:
             return Unavailable("the server is shutting down and takes no new requests")
         full = self._admission.queue_refusal(also_waiting=self.turns.queued)
         return self._admission.retain_refusal(turn.sequence) if full is None and turn.start else full
 
     def begin(self, sequence: Sequence, sink: Sink, held: KvState, since: float) -> None:
-        """Queue a sequence without asking ``refusal``; after a fault in here it has not begun.
+        """Queue a sequence without asking ``refusal``. If this raises, the sequence has not begun.
 
         Args:
-            sequence: prepared.
-            sink: where its deltas go.
-            held: what it goes on with, computed of its first tokens.
-            since: when its wait for a step has begun (``time.monotonic()``).
+            sequence: the sequence, prepared.
+            sink: receives its deltas.
+            held: the KV state of its first tokens.
+            since: when it began to wait for a step (``time.monotonic()``).
         """
         answer = AnswerBuilder(sequence.request, self._tokenizer, self._longest, sink, self.observations)
         sequence.end_ids = answer.end_ids
@@ -145,17 +145,17 @@ class Engine:
         self._answers[sequence] = answer
 
     def await_deadline(self, sequence: Sequence) -> None:
-        """End the answer so far when its deadline passes."""
+        """Set a timer that ends the answer at its deadline."""
         if sequence.request.deadline is not None:
             self._timers.add(sequence.request.deadline, "deadline", sequence)
 
     def answer_unbegun(
         self, sequence: Sequence, sink: Sink, reason: FinishReason | None = None, error: RequestError | None = None
     ) -> None:
-        """End a sequence that was not begun with a reason or an error."""
+        """Send the final delta of a sequence that has not begun, with a finish reason or an error."""
         self._timers.forget(sequence)
         final = Delta("", (), error=error or _NO_END)
-        with logged(log, "request %s has ended with a fault", sequence.request.id):
+        with logged(log, "could not end request %s", sequence.request.id):
             answer = AnswerBuilder(sequence.request, self._tokenizer, self._longest, sink, self.observations)
             usage = answer.end(sequence, self._limits.kv_dtype)
             if error is None:
@@ -163,63 +163,63 @@ class Engine:
         self._send_final(sink, final)
 
     def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
-        """End a sequence's answer now, with ``error`` if given; nothing happens when it has ended already."""
+        """End a sequence's answer as cancelled, or with ``error``. Does nothing if it has already ended."""
         if sequence in self._answers:
             self.end(sequence, None if error else FinishReason.CANCELLED, error)
         else:
             self.turns.cancel(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason | None = None, error: RequestError | None = None) -> None:
-        """End an answer that was begun."""
+        """End an answer that has begun."""
         self._end(sequence, reason=reason, error=error)
 
     def fail_all(self, error: RequestError) -> None:
         """End every answer with ``error``."""
         self.turns.fail_queued(error)
         for sequence in list(self._answers):
-            with logged(log, "request %s has ended with a fault", sequence.request.id):
+            with logged(log, "could not end request %s", sequence.request.id):
                 self._end(sequence, error=error)
 
     def recover(self, error: RequestError) -> None:
-        """After a fault outside of a step: end every answer, and trust nothing that was computed.
+        """Recover from a fault outside of a step: end every answer and drop the prefix cache.
 
-        A plan that was not carried out may have hashed blocks that nobody computed, and counted on copies.
+        A plan that was not executed may have hashed blocks that were never computed, and relied on copies.
         """
         self.failed_steps += 1
         self.fail_all(error)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            # its end was the fault
-            with logged(log, "request %s was taken out with a fault", sequence.request.id):
+            # These are left because ending them failed
+            with logged(log, "could not remove request %s from the scheduler", sequence.request.id):
                 self._scheduler.remove(sequence)
         self.turns.recover()
         self._cache.flush()
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is something for a step to compute."""
         return bool(self._answers)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for an answer."""
+        """Whether no request runs or waits."""
         return not self._answers and not self.turns.queued
 
     @property
     def wakes_at(self) -> float:
-        """When it has something to do though nobody asked (``time.monotonic()``, or infinite): then ``tick``."""
+        """When ``tick`` has something to do next (``time.monotonic()``, or infinite)."""
         return min(self.turns.manager.registry.next_expiry, self._timers.next)
 
     def tick(self) -> None:
-        """Do what is due between steps."""
+        """End overdue answers and drop expired conversations."""
         now = time.monotonic()
         self._end_overdue(now)
         self.turns.manager.expire(now)
 
     def step(self) -> None:
-        """Plan, compute and commit one step. A fault ends the requests it touches, never the engine.
+        """Plan, compute and commit one step. A fault ends the affected requests but not the engine.
 
-        Where the runner overlaps, what a step sends is delivered while the next one is computed: the host waits then,
-        and so the threads that send have the time. All that decides about the next step is done before it is planned.
+        If the runner overlaps, a step's deltas are delivered while the GPU computes the next step. The host waits then
+        anyway, so the sender threads get time. Everything that affects the next step is done before it is planned.
         """
         try:
             self._step()
@@ -241,7 +241,7 @@ class Engine:
                 return
             run, overlaps = self._runner.run, self._runner.overlaps
             outcomes = iter(run(plan.slices, self._deliver) if overlaps else run(plan.slices))
-        except Exception as error:  # noqa: BLE001 the boundary that keeps one step's fault from ending the server
+        except Exception as error:  # noqa: BLE001 one step's fault must not end the server
             log.exception("a step of %d sequences failed", len(plan.slices))
             self.failed_steps += 1
             self._scheduler.abandon(plan)
@@ -257,19 +257,19 @@ class Engine:
         self._observe(plan, now - began)
 
     def flush(self) -> int:
-        """Drop the prefix cache; returns how many blocks could be found until now."""
+        """Drop the prefix cache. Returns how many blocks it had."""
         return self._cache.flush()
 
     def check_invariants(self) -> None:
-        """Assert that every block is accounted for; O(blocks)."""
+        """Assert the invariants of blocks, sequences and conversations. O(blocks)."""
         for _ in self.check_in_parts():
             pass
 
     def check_in_parts(self) -> Iterator[None]:
-        """As ``check_invariants``, with pauses of its own; it says nothing if the engine works in a pause."""
+        """Like ``check_invariants``, but yields between parts. If the engine works in a pause, the check is void."""
         yield from self._scheduler.check_in_parts()
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        assert len(waiting) + len(running) == len(self._answers), "a sequence without an answer, or the reverse"
+        assert len(waiting) + len(running) == len(self._answers), "a sequence has no answer, or the reverse"
         self.turns.check()
 
     def stats(self) -> Stats:
@@ -292,7 +292,7 @@ class Engine:
         )
 
     def _end_overdue(self, now: float) -> None:
-        """End the answers whose deadline has passed, running or waiting, and those that waited too long to begin."""
+        """End requests that have passed their deadline, and requests that have waited too long for their first step."""
         for kind, sequence in self._timers.due(now):
             if sequence not in self._answers:
                 self.turns.overdue(sequence)
@@ -310,7 +310,7 @@ class Engine:
         self.observations.add("step_sequences", len(plan.slices))
 
     def _commit(self, sequence: Sequence, outcome: Sampled | Exception, now: float) -> None:
-        """Append what was sampled, and end the answer where it ends."""
+        """Append a sampled token, then send a delta or end the answer."""
         request, answer = sequence.request, self._answers[sequence]
         fail_after = self._limits.fail_after_tokens
         if fail_after and sequence.generated == fail_after and request.id.startswith("test-fail"):
@@ -319,7 +319,7 @@ class Engine:
             if isinstance(outcome, Exception):
                 raise outcome
             text, reason = answer.take(sequence, outcome, now)
-        except Exception as error:  # noqa: BLE001 one answer's fault must not end its neighbours
+        except Exception as error:  # noqa: BLE001 one answer's fault must not end the others
             log.exception("request %s failed", request.id)
             self._end(sequence, error=as_request_error(error))
             return
@@ -339,11 +339,11 @@ class Engine:
         reason: FinishReason | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Free or park what the sequence holds and send its final delta; text that was held back comes out first."""
+        """Free or park the sequence's blocks and send its final delta, with the text that was held back."""
         answer = self._answers.pop(sequence)
         self._timers.forget(sequence)
         final = Delta("", (), error=error or _NO_END)
-        with logged(log, "request %s has ended with a fault", sequence.request.id):
+        with logged(log, "could not end request %s", sequence.request.id):
             usage = answer.end(sequence, self._limits.kv_dtype)
             if error is None:
                 text += answer.text.flush()
@@ -353,7 +353,7 @@ class Engine:
         try:
             conversation = self.turns.settle(sequence, final.error)
         except Exception:
-            # blocks may be lost, which is for who calls; it goes out all the same
+            # Blocks may be lost, which the caller handles. The client must get its final delta anyway
             self._send_final(answer.sink, Delta("", (), error=_NO_END))
             raise
         self._send_final(answer.sink, final)
@@ -368,16 +368,16 @@ class Engine:
         self._post(partial(sink, delta))
 
     def _post(self, *calls: Callable[[], None]) -> None:
-        """The one way out; in order, whatever is held back."""
+        """Queue calls, in order, and make them unless they are held back. Everything that leaves goes through here."""
         self._outbox.extend(calls)
         if not self._holds_back:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Deliver all there is, whatever one of the receivers does."""
+        """Make all queued calls. If one fails, the others are still made."""
         while self._outbox:
-            # not `logged`, which would take a microsecond for every token
+            # Not `logged`, which costs a microsecond per token
             try:
                 self._outbox.popleft()()
-            except Exception:  # noqa: BLE001 the others are to have theirs
-                log.exception("something could not be delivered")
+            except Exception:  # noqa: BLE001 the other calls must be made
+                log.exception("could not deliver a response")

@@ -1,20 +1,20 @@
-"""The check of an engine that has nothing to do, in nobody's way."""
+"""Checks the invariants of an idle engine, without delaying requests."""
 
 import time
 from collections.abc import Callable, Iterator
 
 QUIET_S = 0.5
-"""Seconds of quiet after which an engine is checked: its last answer has long been sent by then."""
+"""An engine is checked after it was idle for this many seconds, when its last answer has long been sent."""
 
 
 class IdleCheck:
-    """Knows when an engine that has worked is to be checked, and how far its check has come.
+    """Schedules the check after the engine has worked, and runs it in parts.
 
     Args:
-        begin: begins a check, which is over when the iterator is; what it finds wrong is raised there.
+        begin: begins a check. The iterator yields between two parts and raises if an invariant is violated.
 
     Attributes:
-        due: when there is something to check (``time.monotonic()``); infinite: nothing has happened since the last one.
+        due: when to check (``time.monotonic()``); infinite if the engine has not worked since the last check.
     """
 
     def __init__(self, begin: Callable[[], Iterator[None]]):
@@ -23,17 +23,17 @@ class IdleCheck:
         self._parts: Iterator[None] | None = None
 
     def worked(self) -> None:
-        """The engine has worked: it is to be checked when it is quiet."""
+        """Note that the engine has worked. A check is due when it has been idle for a while."""
         self._parts = None
         self.due = time.monotonic() + QUIET_S
 
     def disturbed(self) -> None:
-        """Something was asked of the engine: a check that is due begins anew, when it is quiet again."""
+        """Note that the engine got a message. A pending check starts again when the engine is idle."""
         if self.due < float("inf"):
             self.worked()
 
     def proceed(self) -> None:
-        """Check a bit more; at the end nothing is due."""
+        """Run the next part of the check. After the last one no check is due."""
         if self._parts is None:
             self._parts = self._begin()
         if next(self._parts, self) is self:

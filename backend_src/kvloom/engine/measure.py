@@ -1,4 +1,4 @@
-"""What copying and computing cost on this machine, measured once when the engine starts."""
+"""Measures the costs of copying and computing on this machine when the engine starts."""
 
 import time
 
@@ -14,21 +14,21 @@ from kvloom.request import Request, SamplingParams, Sequence, Slice
 from kvloom.scheduling.offloader import Costs
 
 PREFILL_TOKENS = 128
-"""Tokens of the measured prefill: enough to be bound by arithmetic, as a real one is."""
+"""Tokens of the measured prefill: enough to be compute-bound like a real prefill."""
 
 COPY_BLOCKS = 16
 """Blocks of the measured copy."""
 
 REPEATS = 3
-"""The fastest of so many counts: the first one warms up, and others may use the machine."""
+"""The fastest of this many runs counts: the first one warms up, and other processes may disturb some."""
 
 
 @torch.inference_mode()
 def measure_costs(decoder: Decoder, storage: Storage, host: Storage, block_size: int) -> Costs:
-    """Time a prefill and a copy to the host. Overwrites the first blocks of both storages; done before serving.
+    """Time a prefill and a copy to the host. Call it before serving, as it overwrites the first blocks of both.
 
     Returns:
-        The costs; copying is free where there is no host memory, and never done.
+        The costs. Without host blocks the cost of copying is meaningless, since nothing is copied.
     """
     tokens = min(PREFILL_TOKENS, len(storage.blocks) * block_size, decoder.spec.context_length)
     request = Request(id="measure", prompt_ids=(0,) * tokens, params=SamplingParams(), arrival=0.0)

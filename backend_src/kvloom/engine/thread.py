@@ -1,4 +1,4 @@
-"""The one thread that owns all state: sequences, blocks and tensors."""
+"""The engine thread, which owns all state: sequences, blocks and tensors."""
 
 import logging
 import queue
@@ -19,28 +19,28 @@ from kvloom.request import Sequence
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
-"""Of the engine thread for a message: a longer one is waited for in pieces, as timeouts have a limit."""
+"""The engine thread waits for a message at most this long at a time, since timeouts have a limit."""
 
 LEAST_S, SHARE = 0.005, 0.2
-"""How long messages are acted on between two steps, in seconds and as a share of a step: at most the longer of both.
+"""The engine thread handles messages between two steps for at most LEAST_S seconds or SHARE of a step's time.
 
-Many requests that come at once must not hold up who is being answered; a step's time is what one waits for anyway.
+The longer of both counts. So a burst of requests does not delay running answers by much more than a step does.
 """
 
 BACKGROUND_THREADS = 2
-"""Threads that render chats: more would only wait for each other, and the engine thread for them."""
+"""Threads that render chats. More threads would compete for Python's lock and delay the engine thread."""
 
 Failed = Callable[[RequestError], None]
-"""Hears, from the engine thread, why what was asked for does not come."""
+"""Called by the engine thread with the error if a message fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What the engine thread does for another one.
+    """A message to the engine thread: a function to run.
 
     Attributes:
-        act: does it.
-        failed: hears of what ``act`` raises, so that who waits for an answer gets one; None: nobody waits.
+        act: the function.
+        failed: called with the error if ``act`` raises, so that a waiting client gets an answer; None: no client waits.
     """
 
     act: Callable[[], None]
@@ -49,12 +49,12 @@ class Errand:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How the engine thread is, told by itself between two steps.
+    """The engine thread's health, reported by itself between two steps.
 
     Attributes:
-        since_step_s: seconds since a step finished or there was nothing to do.
+        since_step_s: seconds since the last step finished; 0 if the engine is idle.
         failed_steps: how many steps have failed since the last one that finished.
-        draining: no request is taken any more.
+        draining: whether new requests are refused.
     """
 
     since_step_s: float
@@ -63,19 +63,19 @@ class Pulse:
 
 
 class EngineThread:
-    """Builds the engine and runs it in a thread of its own; the other threads leave messages in its inbox.
+    """Builds the engine and runs it in its own thread. Other threads put messages into its inbox.
 
-    The engine is built in that thread too: OpenMP keeps a team of workers for each thread that ever computed, and with
-    more workers than cores they sleep between the parts of a step instead of waiting for the next one, which makes a
-    step take twice as long.
+    The engine thread also builds the engine, because OpenMP keeps a team of workers for each thread that has computed.
+    With more workers than cores the workers sleep between the parts of a step instead of spinning, and a step takes
+    twice as long.
 
-    When the engine has worked and it is quiet since, its invariants are checked: a leaked block is an error in the log
-    soon, not a full cache days later. A message need not wait for the rest of a check. The invariants are checked, too,
-    when a message was a fault: its sender hears of it, and the others go on where nothing is broken.
+    After the engine has worked and is idle, its invariants are checked. So a leaked block soon becomes an error in the
+    log instead of a full cache days later. A new message interrupts the check. The invariants are also checked after a
+    message has failed unexpectedly: if they hold, other requests continue.
 
     Attributes:
         stats: a snapshot that any thread may read.
-        observations: measured values, for one thread to drain.
+        observations: measured values, to be drained by one thread.
     """
 
     def __init__(self, build: Callable[[], Engine]):
@@ -87,11 +87,11 @@ class EngineThread:
         self.stats = Stats()
         self._inbox: queue.SimpleQueue[Errand] = queue.SimpleQueue()
         self._stopping = False
-        # until then a step had finished or there was nothing to do
+        # When the last step finished or the engine was last idle
         self._moved = time.monotonic()
         self._drains: list[tuple[float, Callable[[int], None]]] = []
         self._cut_short = 0
-        # what the last step took, seconds
+        # The duration of the last step in seconds
         self._step_s = 0.0
         self._background = ThreadPoolExecutor(BACKGROUND_THREADS, "kvloom-background")
         built: Future[Engine] = Future()
@@ -101,35 +101,35 @@ class EngineThread:
         self.observations = self._engine.observations
 
     def take_turn(self, turn: Turn) -> None:
-        """Queue a turn of a conversation; its sequence is a handle for ``cancel``.
+        """Queue a turn of a conversation. To cancel it, pass its sequence to ``cancel``.
 
-        Its sink gets the answer's deltas from the engine thread, and must not block.
+        The engine thread calls its sink with the answer's deltas, so the sink must not block.
 
         Raises:
-            InvalidArgument: it can never be served; its sink gets nothing.
+            InvalidArgument: the turn can never be served. Its sink gets nothing.
         """
         self._engine.prepare(turn)
         self._put(lambda: self._engine.turns.submit(turn))
 
     def cancel(self, sequence: Sequence, error: RequestError | None = None) -> None:
-        """End an answer as ``cancelled``, or with an error; nothing happens when it has ended already."""
+        """End an answer as ``cancelled`` or with an error. Does nothing if it has already ended."""
         self._put(lambda: self._engine.cancel(sequence, error))
 
     def flush(self, done: Callable[[int], None], failed: Failed | None = None) -> None:
-        """Drop the prefix cache; ``done`` gets the number of blocks that could be found until then."""
+        """Drop the prefix cache. ``done`` gets the number of blocks that were dropped from it."""
         self._put(lambda: done(self._engine.flush()), failed)
 
     def ping(self, done: Callable[[Pulse], None], failed: Failed | None = None) -> None:
-        """Let the engine thread tell how it is; it does so between two steps."""
+        """Ask for the engine thread's health. It answers between two steps."""
         self._put(lambda: done(self._pulse()), failed)
 
     def drain(self, timeout_s: float, done: Callable[[int], None], failed: Failed | None = None) -> None:
-        """Take no new requests any more and let the running ones come to their end.
+        """Refuse new requests and let the running and waiting ones finish.
 
         Args:
-            timeout_s: answers that are not over by then end with an error; may be infinite.
-            done: gets, as soon as nothing runs or waits, how many those were.
-            failed: hears of a fault instead.
+            timeout_s: answers that take longer end with an error. It may be infinite.
+            done: called when nothing runs or waits, with the number of answers that took too long.
+            failed: called instead with an error if draining fails.
         """
         limit = time.monotonic() + timeout_s
 
@@ -140,7 +140,7 @@ class EngineThread:
         self._put(begin, failed)
 
     def with_turns(self, act: Callable[[TurnScheduler], None], failed: Failed | None = None) -> None:
-        """Let the engine thread run ``act`` on the engine's conversations; ``failed`` hears of what it raises."""
+        """Let the engine thread run ``act`` on the engine's conversations. ``failed`` gets the error if it raises."""
         self._put(lambda: act(self._engine.turns), failed)
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class EngineThread:
             engine = build()
             engine.turns.preparation.background = self._in_background
             self.stats = engine.stats()
-        except Exception as error:  # noqa: BLE001 it is raised where the engine thread was made
+        except Exception as error:  # noqa: BLE001 raised again in the thread that creates the engine thread
             built.set_exception(error)
             return
         built.set_result(engine)
@@ -197,7 +197,7 @@ class EngineThread:
                         self._moved = time.monotonic()
                         self._step_s = self._moved - began
                 self.stats = engine.stats()
-            except Exception as error:  # noqa: BLE001 without this thread every client would wait for ever
+            except Exception as error:  # noqa: BLE001 if this thread ended, every client would wait for ever
                 log.exception("the engine failed outside a step")
                 with logged(log, "recovering the engine failed"):
                     engine.recover(Internal(f"the engine failed: {error}"))
@@ -205,10 +205,10 @@ class EngineThread:
         self._end_drains()
 
     def _handle(self, engine: Engine, wait_s: float) -> bool:
-        """Act on the messages there are, but no longer than SHARE allows; wait so long for the first one.
+        """Handle messages for as long as LEAST_S and SHARE allow. Wait up to ``wait_s`` seconds for the first one.
 
         Returns:
-            Whether there was any.
+            Whether there was a message.
         """
         try:
             message = self._inbox.get(block=wait_s > 0, timeout=wait_s)
@@ -227,15 +227,15 @@ class EngineThread:
         return True
 
     def _act(self, engine: Engine, message: Errand) -> None:
-        """Do what another thread asks for; of what is raised there it hears, and nobody else suffers from it."""
+        """Run a message's function and report an error to its sender, so that other requests continue."""
         try:
             message.act()
-        except Exception as error:  # noqa: BLE001 whatever it is, one request's fault must not end the others
+        except Exception as error:  # noqa: BLE001 one request's fault must not end the others
             refused = isinstance(error, RequestError) and message.failed is not None
             if not refused:
-                log.exception("an errand for another thread failed")
+                log.exception("could not handle a message to the engine thread")
             if message.failed is not None:
-                with logged(log, "could not tell the thread that asked of its failure"):
+                with logged(log, "could not report the error to the message's sender"):
                     message.failed(as_request_error(error))
             if not refused:
                 engine.check_invariants()
@@ -255,7 +255,7 @@ class EngineThread:
     def _end_drains(self) -> None:
         drains, self._drains = self._drains, []
         for _, done in drains:
-            with logged(log, "could not tell of the end of a drain"):
+            with logged(log, "could not report the end of a drain"):
                 done(self._cut_short)
 
 

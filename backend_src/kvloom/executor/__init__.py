@@ -1,1 +1,1 @@
-"""A step's tensors, and how they are computed: on a CPU, on a GPU, recorded and replayed."""
+"""Runs steps: builds their tensors and computes them on a CPU or a GPU, from recordings where possible."""

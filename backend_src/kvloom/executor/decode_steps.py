@@ -1,4 +1,4 @@
-"""Decode steps on a CPU: one token of each sequence, from inputs that stay where they are, recorded and replayed."""
+"""Decode steps on a CPU. Their inputs are at fixed addresses, so that they can be recorded and replayed."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kvloom.request import Slice
 log = logging.getLogger(__name__)
 
 Result = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
-"""fp32 logits [sequences, vocab] and what ``argmax`` finds in them; both until the next step."""
+"""fp32 logits [sequences, vocab] and their ``argmax``. Both are valid until the next step."""
 
 
 class DecodeInputs:
@@ -27,7 +27,7 @@ class DecodeInputs:
     Args:
         sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, sequences: int, context_length: int, block_size: int):
@@ -41,7 +41,7 @@ class DecodeInputs:
         self._written: list[list[int]] = [[] for _ in range(sequences)]
 
     def fill(self, slices: Sequence[Slice]) -> None:
-        """Write a step's inputs, a row for each slice."""
+        """Write a step's inputs, one row per slice."""
         tokens, positions, slots = [], [], []
         for row, piece in enumerate(slices):
             sequence, position = piece.sequence, piece.start
@@ -72,17 +72,17 @@ class DecodeInputs:
 
 
 class DecodeSteps:
-    """Computes decode steps. The first one of a number of sequences is recorded, the others replay it.
+    """Computes decode steps. For each number of sequences the first step is recorded, and later steps replay it.
 
-    A replay calls the same functions on the same memory as the first step did, so the logits are the same, bit for bit.
-    What a model does outside the library's functions can't be replayed: such a model's steps are all computed.
+    A replay calls the same C++ functions on the same memory as the first step, so its logits are bit-identical. Other
+    operations can't be replayed. If a model needs any, none of its steps is replayed.
 
     Args:
         decoder: the model.
-        layers: the cache's memory, per layer.
+        layers: each layer's keys and values in the cache.
         sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
-        record: False to compute every step.
+        record: whether to record and replay.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DecodeSteps:
         self._recordings: dict[int, Recording[Result]] = {}
 
     def take(self, slices: Sequence[Slice]) -> bool:
-        """Whether a step is one: each slice is a sequence's last token, and nothing else."""
+        """Whether a step is a decode step: every slice is just a sequence's last token."""
         return all(piece.count == 1 and piece.samples for piece in slices)
 
     def run(self, slices: Sequence[Slice]) -> Result:
@@ -117,8 +117,8 @@ class DecodeSteps:
         if recording.complete:
             self._recordings[count] = recording
         else:
-            log.warning("decode steps can't be replayed and take longer: they need %s", recording.others[0])
-            # what is recorded lies in the recorder's memory
+            log.warning("decode steps can't be replayed and take longer, because they need %s", recording.others[0])
+            # Recordings use the recorder's memory, so they go with it
             self._recordings.clear()
             self._recorder = None
         return recording.result

@@ -1,4 +1,4 @@
-"""One device as the current one, and waiting for it."""
+"""Selects a GPU and waits for it."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,11 +6,11 @@ import torch
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until everything that was launched on the device is done; on the CPU everything always is."""
+    """Wait until all work launched on the device is done. On the CPU nothing is ever pending."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one of this thread: where kernels are launched and streams are looked up."""
+    """Make a GPU this thread's current one, on which kernels are launched and streams are looked up."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""A step on a GPU: what plain sampling chooses is chosen there, the rest from the same logits."""
+"""Runs steps on a GPU. Plain sampling is part of the step; other rows are sampled afterwards from its logits."""
 
 from collections.abc import Callable
 
@@ -19,10 +19,10 @@ from kvloom.request import Sampled, Sequence, Slice
 
 
 class GpuRunner(Runner):
-    """Runs steps by ``GpuStep``; arguments as of ``Runner``, and the step.
+    """Runs steps with ``GpuStep``. For the arguments see ``Runner``; ``step`` is the GPU's step.
 
-    While the GPU computes, the host prepares the inputs of the step that comes if every answer goes on, and does what
-    the engine has left for that time. Then it waits, once.
+    While the GPU computes, the host prepares the inputs of the next step as if every answer continued, and calls
+    ``meanwhile``. Then it waits once.
     """
 
     overlaps = True
@@ -43,17 +43,17 @@ class GpuRunner(Runner):
         sequences: int,
         context_length: int,
     ) -> "GpuRunner":
-        """A runner whose decode steps are CUDA graphs; the last three arguments are as of ``GpuStep``."""
+        """Make a runner that records decode steps as CUDA graphs. For the last three arguments see ``GpuStep``."""
         step = GpuStep(decoder, storage.layers, tokens, sequences, context_length, storage.memory.device)
         step.record_graphs(CudaRecorder())
         return cls(decoder, storage, host, block_size, step)
 
     @torch.inference_mode()
     def run(self, slices: list[Slice], meanwhile: Callable[[], None] | None = None) -> list[Sampled | Exception]:
-        """See ``Runner``. Rows with penalties, bans, biases or log probabilities are chosen again by ``choose``.
+        """See ``Runner``. Rows with penalties, bans, biases or log probabilities are sampled again by ``choose``.
 
-        These rows are chosen outside of a step's graph, after the wait, by a handful of launches and a second wait:
-        what is edited is as long as the answer, so that its tensors have no fixed size and a graph no place for them.
+        That happens after the wait, outside of the step's graph, and takes a few launches and a second wait. A graph
+        needs tensors of a fixed size, but the edits of a row grow with its answer.
         """
         sampled = [piece.sequence for piece in slices if piece.samples]
         batch, draws = self._inputs(slices, sampled)
@@ -70,7 +70,7 @@ class GpuRunner(Runner):
         return outcomes
 
     def _inputs(self, slices: list[Slice], sampled: list[Sequence]) -> tuple[Batch, SamplingTensors]:
-        """Prepared while the last step was computed, or made now."""
+        """The inputs of a step, prepared during the last step if they fit, or built now."""
         prepared = self._next.inputs(slices) if self._next is not None else None
         if prepared is not None:
             return prepared

@@ -1,4 +1,4 @@
-"""A step on a GPU, from flat tensors to tokens: one copy there, one launch or many, one copy back, one wait later."""
+"""Computes a step on a GPU: one copy to it, one launch or many, one copy back and one wait."""
 
 import torch
 
@@ -12,18 +12,18 @@ from kvloom.ops.sampling import sample_tokens
 
 
 class GpuStep:
-    """Computes steps on static buffers; decode steps as recorded graphs, once ``record_graphs`` has been called.
+    """Computes steps on static buffers. After ``record_graphs`` decode steps replay recorded graphs.
 
     Args:
         decoder: the model.
-        layers: the cache's memory, per layer.
+        layers: each layer's keys and values in the cache.
         tokens: maximum number of tokens in a step.
         sequences: maximum number of sequences in a step.
         context_length: longest sequence in tokens.
-        device: where everything lies. A CPU works, too, for tests.
+        device: the model's device. For tests it may be the CPU.
 
     Attributes:
-        logits: fp32 [sequences, vocab]; the first rows are those of the last step.
+        logits: fp32 [sequences, vocab]. The first rows are the last step's logits.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GpuStep:
         self._device = device
         self._block_size = layers[0][0].shape[2]
         self._buffers = StepBuffers(tokens, sequences, blocks_for(context_length, self._block_size), device)
-        # outside the graphs' pool, where another graph's tensors would come to lie over them
+        # These are outside of the graphs' memory pool, where another graph would overwrite them
         self.logits = torch.zeros(sequences, decoder.spec.vocab_size, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._host_tokens = torch.zeros(sequences, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -53,17 +53,17 @@ class GpuStep:
 
     @torch.inference_mode()
     def record_graphs(self, record: Record) -> None:
-        """Record decode steps of every padded size; nothing is written to the cache.
+        """Record decode steps of every padded size. Nothing is written to the cache.
 
-        Eager steps of chunks beside decodes are run, too, so that their kernels are compiled before the first request:
-        a product with quantized weights has one for each power of two up to 64 rows.
+        This also runs eager steps of prefill chunks beside decodes, so that their kernels are compiled before the first
+        request. A product with quantized weights has one kernel for each power of two up to 64 rows.
         """
         for tokens in sorted({min(tokens, self._largest_step) for tokens in (8, 16, 32, 64, self._largest_step)}):
             self.run(*self._to_nowhere(tokens))
         self._buffers.pad_all(self._max_sequences)
         sizes = graph_sizes(self._max_sequences)
         for size in sizes:
-            # compiles kernels, and lets cuBLAS choose its own
+            # Compiles kernels and lets cuBLAS choose its kernels
             self._decode(size)
         self._graphs = DecodeGraphs(sizes, self._decode, record)
 
@@ -72,8 +72,8 @@ class GpuStep:
         """Compute a step.
 
         Args:
-            batch: on the host.
-            draws: on the host, for each of ``batch.logit_rows``.
+            batch: the step's tokens, on the host.
+            draws: how to sample each of ``batch.logit_rows``, on the host.
 
         Returns:
             A token, or NOT_FINITE, for each of ``batch.logit_rows``.
@@ -83,12 +83,12 @@ class GpuStep:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, draws: SamplingTensors) -> None:
-        """Begin a step, arguments as of ``run``; the GPU computes it after this has returned."""
+        """Launch a step without waiting for the GPU. For the arguments see ``run``."""
         with current(self._device):
             self._launch(batch, draws)
 
     def finish(self) -> list[int]:
-        """Wait for the step that was launched last, if it samples; returns what ``run`` does."""
+        """Wait for the last launched step, unless it samples nothing. Returns the same as ``run``."""
         if not self._samples:
             return []
         if self._done is not None:
@@ -103,7 +103,7 @@ class GpuStep:
             assert self._graphs is not None
             self._graphs.replay(size)
         else:
-            # kernels are compiled for a longest sequence: with one length for all steps none is in mid-serving
+            # Kernels are compiled for a maximum length. With one length for all steps none is compiled while serving
             there = self._buffers.batch(len(batch.tokens), sequences, samples, batch.max_queries, self._context_length)
             self._compute(there, self._buffers.draws(samples))
         self._samples = samples
@@ -112,7 +112,7 @@ class GpuStep:
             self._done.record()
 
     def _to_nowhere(self, max_sequences: int) -> tuple[Batch, SamplingTensors]:
-        """A chunk beside a decode, of tokens that are written nowhere and read the first block alone."""
+        """A prefill chunk beside a decode. They write no keys and values, and read the first block only."""
         two = max_sequences > 1 and self._max_sequences > 1
         counts = [min(max_sequences - 1, self._context_length), 1] if two else [1]
         rows, tokens = len(counts), sum(counts)
@@ -132,7 +132,7 @@ class GpuStep:
         return batch, SamplingTensors(ones, zeros, ones.long(), ones, zeros.double())
 
     def _graph_size(self, batch: Batch) -> int | None:
-        """How many sequences the graph takes that computes this step; None where none does."""
+        """The number of sequences of the graph for this step; None if there is no graph for it."""
         one_token_each = len(batch.tokens) == len(batch.seq_lens) == len(batch.logit_rows)
         return self._graphs.padded(len(batch.seq_lens)) if self._graphs is not None and one_token_each else None
 

@@ -1,4 +1,4 @@
-"""The next step's inputs, prepared while a GPU computes this one, as if every answer went on."""
+"""Prepares the next step's inputs while the GPU computes the current step, as if every answer continued."""
 
 import numpy as np
 import torch
@@ -10,14 +10,14 @@ from kvloom.request import Sequence, Slice
 
 
 class NextStep:
-    """A decode of the same sequences in the same order, but for the tokens, which are not known yet.
+    """A guess of the next step: a decode of the same sequences in the same order. Its tokens are not known yet.
 
-    Whether that is what comes is looked at when it does: an answer may have ended, another one begun, blocks may have
-    changed. So a guess costs time in which the host would wait, and never a wrong step.
+    ``inputs`` checks the guess against the next plan, because answers may have ended or begun and blocks may have
+    changed. A wrong guess only wastes time in which the host would wait anyway.
 
     Args:
-        slices: the step that is being computed; all of them sample.
-        draws: how its tokens are drawn.
+        slices: the current step. All of its slices sample.
+        draws: how its tokens are sampled.
         block_size: tokens per block.
     """
 
@@ -27,7 +27,7 @@ class NextStep:
         self._tables = [list(sequence.blocks) for sequence in self._sequences]
         self._block_size = block_size
         rows, positions = np.arange(len(slices)), np.array(self._starts)
-        # a column to spare, for the block that a sequence may get
+        # One extra column, in case a sequence gets another block
         self._host_tables = np.zeros((len(slices), max(map(len, self._tables)) + 1), dtype=np.int32)
         for row, table in enumerate(self._tables):
             self._host_tables[row, : len(table)] = table
@@ -36,12 +36,12 @@ class NextStep:
         self._positions = positions
         self._query_starts = torch.arange(len(slices) + 1, dtype=torch.int32)
         seeds = np.array([sequence.seed for sequence in self._sequences], dtype=np.uint64)
-        # the position of the token to draw: the one that this step draws comes before it
+        # The position of the token that the next step samples, one after the token of the current step
         uniform = torch.from_numpy(uniforms(seeds, (positions + 1).astype(np.uint64)))
         self._draws = SamplingTensors(draws.temperature, draws.min_p, draws.top_k, draws.top_p, uniform)
 
     def inputs(self, slices: list[Slice]) -> tuple[Batch, SamplingTensors] | None:
-        """What ``build_batch`` and ``draw_parameters`` would give for these; None where the guess was wrong."""
+        """The same as ``build_batch`` and ``draw_parameters`` for these slices; None if the guess was wrong."""
         if [piece.sequence for piece in slices] != self._sequences:
             return None
         if [(piece.start, piece.count) for piece in slices] != [(start, 1) for start in self._starts]:
@@ -67,7 +67,7 @@ class NextStep:
         return batch, self._draws
 
     def _take_blocks(self, row: int, sequence: Sequence) -> bool:
-        """Put a sequence's blocks as they are now into its row; False where it has no room."""
+        """Update a sequence's row with its current blocks. Returns False if the row is too short."""
         table = self._host_tables[row]
         if len(sequence.blocks) > len(table):
             return False

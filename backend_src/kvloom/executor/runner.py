@@ -1,4 +1,4 @@
-"""A step's tensors: from slices of sequences to the next token of each."""
+"""Runs steps on a CPU: turns slices of sequences into a batch and samples each sequence's next token."""
 
 from collections.abc import Callable
 
@@ -14,17 +14,17 @@ from kvloom.request import Sampled, Slice, StepPlan
 
 
 class Runner:
-    """Joins the model, the cache's memory and that of swapped blocks, and the sampler; on the CPU.
+    """Runs steps on a CPU with the model, the cache and the sampler.
 
     Args:
         decoder: the model.
-        storage: the cache's memory.
-        host: that of swapped blocks.
-        block_size: tokens of a block.
-        decodes: computes the steps of which every sequence is one token; None: they are computed as all others are.
+        storage: the memory of the device's blocks.
+        host: the memory of swapped blocks.
+        block_size: tokens per block.
+        decodes: computes decode steps; None to compute them like all others.
 
     Attributes:
-        overlaps: the host has time while a step is computed; ``run`` then takes what to do in it.
+        overlaps: whether the host is free while a step is computed. Then ``run`` takes ``meanwhile``.
     """
 
     overlaps = False
@@ -39,21 +39,21 @@ class Runner:
         self._decodes = decodes
 
     def move(self, plan: StepPlan) -> None:
-        """Copy what a step swaps out, then what it swaps in."""
+        """Copy the blocks that a step swaps out, then those that it swaps in."""
         copy_blocks(self._storage, self._host, plan.swap_out)
         copy_blocks(self._host, self._storage, plan.swap_in)
 
     @torch.inference_mode()
     def run(self, slices: list[Slice], meanwhile: Callable[[], None] | None = None) -> list[Sampled | Exception]:
-        """Compute the slices; return, in order, for each slice that reaches its last known token the sampled one.
+        """Compute the slices. Return a sampled token, in order, for each slice that ends at its last known token.
 
-        An exception in a token's place concerns that slice's sequence alone.
+        An exception in place of a token affects that slice's sequence only.
 
         Args:
-            slices: what to compute.
-            meanwhile: is called while the step is computed, where that ``overlaps``; else it must be None.
+            slices: the tokens to compute.
+            meanwhile: called while the step is computed. It must be None unless ``overlaps``.
         """
-        assert meanwhile is None, "this thread computes, there is no meanwhile"
+        assert meanwhile is None, "this thread computes the step itself and can't call meanwhile"
         if self._decodes is not None and self._decodes.take(slices):
             logits, best = self._decodes.run(slices)
             return choose(logits, [piece.sequence for piece in slices], best)
@@ -62,7 +62,7 @@ class Runner:
 
 
 def build_batch(slices: list[Slice], block_size: int) -> Batch:
-    """Flatten slices into a batch; their sequences' block tables must reach their ends."""
+    """Flatten slices into a batch. Each sequence's block table must cover its slice."""
     counts = np.array([piece.count for piece in slices])
     starts = np.zeros(len(slices) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])

@@ -1,4 +1,4 @@
-"""A step's inputs on a GPU: at the same addresses in every step, sent in one copy."""
+"""The inputs of a step on a GPU, at fixed addresses and sent in one copy."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ import torch
 from kvloom.models.decoder import Batch
 
 _ALIGNMENT = 256
-"""Bytes: every field begins at a multiple, so that kernels may load it in vectors."""
+"""Every field begins at a multiple of this many bytes, so that kernels can use vector loads."""
 
 _TABLE_STEP = 16
-"""A block table's row is a multiple of so many entries long: a stride that kernels know to be divisible."""
+"""The row length of the block tables is a multiple of this, because kernels optimize divisible strides."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How the token of each of R rows is chosen; see ``ops.sampling.sample_tokens``.
+    """How to sample each of R rows; see ``ops.sampling.sample_tokens``.
 
     Attributes:
-        temperature: fp32 [R]; 0 takes the likeliest.
+        temperature: fp32 [R]; 0 is greedy.
         min_p: fp32 [R].
         top_k: int64 [R].
         top_p: fp32 [R].
@@ -33,15 +33,15 @@ class SamplingTensors:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order in which ``ops.sampling`` takes them."""
+        """The tensors in the order of the arguments in ``ops.sampling``."""
         return self.temperature, self.min_p, self.top_k, self.top_p, self.uniform
 
 
 class StepBuffers:
-    """The inputs of the largest step, on the host in pinned memory and on the device.
+    """Buffers for the inputs of the largest step, in pinned host memory and on the device.
 
-    Eager steps and recorded ones read the same addresses. A recorded one has a fixed number of sequences: what is left
-    is padding, sequences of length 0 whose one token has slot -1, so that nothing of it is written.
+    Eager and recorded steps read the same addresses. A recorded step has a fixed number of sequences and is padded.
+    A padding sequence has length 0 and one token with slot -1, so that its keys and values are not written.
 
     Args:
         tokens: maximum number of tokens in a step.
@@ -63,7 +63,7 @@ class StepBuffers:
         }
         flat = {name: (torch.int64, max(tokens, sequences)) for name in ("tokens", "positions", "slots")}
         width = -(-blocks // _TABLE_STEP) * _TABLE_STEP
-        # the tables come last: they are the largest, and only the rows in use are sent
+        # The block tables come last: they are the largest field, and only rows in use are sent
         layout = {**rows, **flat, "block_tables": (torch.int32, sequences * width)}
         size = sum(_padded(dtype, count) for dtype, count in layout.values())
         self._on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -76,15 +76,15 @@ class StepBuffers:
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, batch: Batch, draws: SamplingTensors, sequences: int | None = None) -> None:
-        """Copy a step to the device, without waiting for that.
+        """Copy a step to the device, without waiting for the copy.
 
         Args:
-            batch: on the host.
-            draws: on the host, a row for each of ``batch.logit_rows``.
-            sequences: pad to so many, each with one token; None: as they are.
+            batch: the step's tokens, on the host.
+            draws: how to sample each of ``batch.logit_rows``, on the host.
+            sequences: pad to this many sequences of one token each; None: no padding.
         """
         if self._sent is not None:
-            # the host's memory must not change before the last copy from it is done
+            # The host's memory must not change before the last copy from it is done
             self._sent.synchronize()
         count, width = batch.block_tables.shape
         self._host["block_tables"][:count, :width] = batch.block_tables
@@ -100,7 +100,7 @@ class StepBuffers:
             self._sent.record()
 
     def batch(self, tokens: int, sequences: int, samples: int, max_queries: int, max_length: int) -> Batch:
-        """The device's side of a step of so many tokens, sequences and rows whose logits are wanted."""
+        """The device's batch for a step of so many tokens, sequences and rows that need logits."""
         fields = self._device
         return Batch(
             tokens=fields["tokens"][:tokens],
@@ -115,11 +115,11 @@ class StepBuffers:
         )
 
     def draws(self, samples: int) -> SamplingTensors:
-        """The device's side of how so many rows are drawn."""
+        """The device's sampling parameters for the first ``samples`` rows."""
         return SamplingTensors(**{name: self._device[name][:samples] for name in SamplingTensors.__slots__})
 
     def pad_all(self, sequences: int) -> None:
-        """Fill the device's side with ``sequences`` of padding alone."""
+        """Fill the device's buffers with ``sequences`` padding sequences."""
         self._pad(0, sequences)
         self._on_device.copy_(self._on_host)
 
@@ -148,7 +148,7 @@ def _padded(dtype: torch.dtype, count: int) -> int:
 
 
 def _carve(memory: torch.Tensor, layout: dict[str, tuple[torch.dtype, int]]) -> dict[str, torch.Tensor]:
-    """View bytes as the fields of a layout, one after the other."""
+    """View a buffer as the fields of a layout, in order."""
     fields, start = {}, 0
     for name, (dtype, count) in layout.items():
         fields[name] = memory[start : start + dtype.itemsize * count].view(dtype)

@@ -1,1 +1,1 @@
-"""The KV cache: blocks, who uses them, and the memory behind them."""
+"""The KV cache: block pools, block tables, the prefix cache and the memory of blocks."""

@@ -1,36 +1,36 @@
-"""Which blocks of a pool are free, where nothing is shared: the host's pool. Plain Python, no tensors."""
+"""The host's block pool, which tracks free blocks. Its blocks are never shared. Plain Python, no tensors."""
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Number of blocks that ``tokens`` tokens take."""
+    """Number of blocks that ``tokens`` tokens need."""
     return -(-tokens // block_size)
 
 
 class BlockPool:
-    """Hands out the blocks of a pool of ``total`` blocks; each has one owner, from ``take`` to ``give``."""
+    """Allocates the blocks of a pool of ``total`` blocks. A block has one owner between ``take`` and ``give``."""
 
     def __init__(self, total: int):
         self.total = total
-        # popped from the end: the most recently released block first, whose memory is warm
+        # popped from the end: the memory of the most recently released block is likely in a CPU cache
         self._free = list(range(total - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Number of blocks nobody owns."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Number of blocks in tables."""
+        """Number of allocated blocks."""
         return self.total - len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks; the caller knows that so many are free."""
+        """Allocate ``count`` blocks. The caller must know that this many are free."""
         assert count <= len(self._free), "more blocks were taken than are free"
         return [self._free.pop() for _ in range(count)]
 
     def give(self, table: list[int]) -> None:
-        """Take back every block of ``table`` and empty it."""
+        """Free every block of ``table`` and empty the table."""
         self._free.extend(table)
         table.clear()
 

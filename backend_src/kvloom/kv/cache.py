@@ -1,17 +1,17 @@
-"""The device's blocks: who uses them, and which of them hold a prefix that others may use. Plain Python, no tensors.
+"""The device's block pool with its prefix cache: allocates, shares and evicts blocks. Plain Python, no tensors.
 
 A block is in one of three states:
 
-- used: in one or more block tables;
-- cached: in none, but its content can still be found; the least recently used one is reclaimed first;
-- free: its content means nothing.
+- used: it is in one or more block tables;
+- cached: it is in no block table, but its content can still be found. The least recently used one is evicted first;
+- free: it has no content.
 
-A full block whose tokens have their keys and values computed is *hashed*: found by (content id of the block before it,
-its token ids), so by everything that comes before it, and compared token by token: the hash of a dict decides nothing.
-The chain starts at a sequence's namespace. This is the prefix cache of vLLM (Kwon et al., 2023) with blocks as unit.
+A full block whose keys and values are computed gets *hashed*. Its key is the content id of the block before it and its
+own token ids, and so it depends on the whole prefix. The first block's key has the sequence's namespace instead. Keys
+are compared token by token, so a hash collision does no harm. vLLM's prefix cache works the same (Kwon et al., 2023).
 
-A table never holds a hashed block after one that is not hashed, and tables are released from their tail. So a block is
-never reclaimed before those that continue it, and whatever is hashed can be reached.
+In a block table no hashed block comes after one that is not hashed, and tables are released from the tail. So a block
+is never evicted before the blocks that continue it, and every hashed block can be reached.
 """
 
 import logging
@@ -27,15 +27,15 @@ from kvloom.request import Sequence
 log = logging.getLogger(__name__)
 
 CHECKED_AT_ONCE = 1024
-"""Blocks that a check looks at between two pauses: about a millisecond."""
+"""Blocks that a check covers between two pauses, which takes about a millisecond."""
 
 
 class Key(NamedTuple):
-    """What a hashed block is found by.
+    """The key of a hashed block.
 
     Attributes:
-        parent: the content id it continues, or the namespace it starts.
-        tokens: its token ids.
+        parent: the content id of the block before it; the namespace for a first block.
+        tokens: the block's token ids.
     """
 
     parent: int | str
@@ -43,11 +43,11 @@ class Key(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The hashed blocks that some tokens begin with.
+    """The result of looking up a prefix.
 
     Attributes:
-        blocks: in the order of the tokens.
-        content_id: of the last one; None where there is none.
+        blocks: the hashed blocks found, in order.
+        content_id: the content id of the last one; None if no block was found.
     """
 
     blocks: list[int]
@@ -65,7 +65,7 @@ class _Mod7Key(Key):
 
 
 KEY_TYPES: dict[str, type[Key]] = {"": Key, "constant": _ConstantKey, "mod7": _Mod7Key}
-"""Keys by how they are hashed; the weak ones are for tests, which show that a collision harms nobody."""
+"""Key types by hash function. Tests use the weak ones to show that collisions do no harm."""
 
 
 @dataclass(slots=True)
@@ -73,10 +73,10 @@ class _Block:
     """One block.
 
     Attributes:
-        tables: how many block tables it is in.
-        key: what it is hashed by; None: it is not hashed.
-        content_id: a number, never used again for another one.
-        depth: blocks before it in its chain.
+        tables: how many block tables contain it.
+        key: the key it is hashed by; None if it is not hashed.
+        content_id: a number that is never reused for other content.
+        depth: the number of blocks before it in its sequence.
     """
 
     tables: int = 0
@@ -86,15 +86,15 @@ class _Block:
 
 
 class BlockCache:
-    """Hands out, shares and reclaims the blocks of the device's pool.
+    """Allocates, shares and evicts the blocks of the device's pool.
 
     Args:
         total: blocks in the pool.
         block_size: tokens per block.
-        share: hash full blocks, so that later sequences find them; False: every block is private.
+        share: whether to hash full blocks, so that other sequences can share them.
         retain_limit: maximum number of blocks that can be retained.
         block_hash: one of ``KEY_TYPES``.
-        first_use: is told of each block that is handed out for the first time; they come in order.
+        first_use: called with each block that is allocated for the first time. These blocks come in order.
     """
 
     def __init__(
@@ -112,30 +112,30 @@ class BlockCache:
         self.shares = share
         self._key_type = KEY_TYPES[block_hash]
         self._blocks = [_Block() for _ in range(total)]
-        # popped from the end: the most recently freed block first, whose memory is warm
+        # popped from the end: the memory of the most recently freed block is likely in a CPU cache
         self._free = list(range(total - 1, -1, -1))
         self._first_use = first_use
-        self._unused = 0  # the first block that was never handed out
+        self._unused = 0  # the first block that was never allocated
         self._hashed: dict[Key, int] = {}
         self._content_ids = 0
-        # what was hashed since the step began: its content is not computed yet
+        # blocks hashed since the step began: this step computes their content
         self._fresh: list[int] = []
-        # cached blocks that may be reclaimed, the next one first
+        # cached blocks that may be evicted, in the order of eviction
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        # until when (time.monotonic()) a hashed block is not reclaimed; a block's is never later than its parent's
+        # when each retained block may be evicted (time.monotonic()), never later than the block before it
         self._retained: dict[int, float] = {}
         self._next_expiry = math.inf
-        # cached blocks that may not be reclaimed
+        # cached blocks that are retained, so they may not be evicted
         self._kept: set[int] = set()
 
     @property
     def free(self) -> int:
-        """Number of blocks whose content means nothing."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Number of blocks that are in no table, but whose content can be found."""
+        """Number of blocks that are in no block table but can still be found."""
         return len(self._evictable) + len(self._kept)
 
     @property
@@ -149,29 +149,29 @@ class BlockCache:
         return len(self._retained)
 
     def begin(self, now: float) -> None:
-        """Begin a step: what was hashed so far is computed, and what was retained until ``now`` may be reclaimed."""
+        """Begin a step: all hashed blocks count as computed, and blocks retained until ``now`` may be evicted."""
         self._fresh.clear()
         if now >= self._next_expiry:
             self._stop_retaining([block for block, until in self._retained.items() if until <= now])
 
     def match(self, namespace: str, tokens: list[int]) -> list[int]:
-        """The hashed blocks that ``tokens`` begins with, the last token left out: it is always computed."""
+        """The hashed blocks of the longest prefix of ``tokens``. The last token never counts: it must be computed."""
         return self.find(namespace, tokens).blocks
 
     def find(self, namespace: str, tokens: list[int], before: Found | None = None) -> Found:
-        """As ``match``, for who may have to ask again.
+        """Look up a prefix like ``match``. The result can speed up the next call for the same sequence.
 
         Args:
-            namespace: of the sequence.
-            tokens: of the sequence.
-            before: what was found for it earlier, of these tokens or the first of them: only what follows is looked up,
-                unless some of it is gone.
+            namespace: the sequence's namespace.
+            tokens: the sequence's tokens.
+            before: the result of an earlier call, for the same tokens or fewer of them. If its blocks are still hashed,
+                only the blocks after them are looked up.
         """
         found: list[int] = []
         content_id: int | None = None
         if before is not None and before.content_id is not None:
             last = self._blocks[before.blocks[-1]]
-            # a block is hashed no longer than those before it
+            # If the last block is still hashed, so are all blocks before it
             if last.key is not None and last.content_id == before.content_id:
                 found, content_id = list(before.blocks), before.content_id
         for index in range(len(found), (len(tokens) - 1) // self.block_size):
@@ -183,10 +183,10 @@ class BlockCache:
         return Found(found, content_id)
 
     def open(self, table: list[int], found: list[int], tokens: int, spare: int = 0) -> bool:
-        """Fill an empty ``table`` with blocks for ``tokens`` tokens, the first of them those that ``match`` found.
+        """Fill an empty ``table`` with blocks for ``tokens`` tokens. It begins with the blocks that ``match`` found.
 
         Returns:
-            False, with nothing changed, unless ``spare`` blocks could still be handed out afterwards.
+            False, with nothing changed, if fewer than ``spare`` blocks would be available afterwards.
         """
         missing = blocks_for(tokens, self.block_size) - len(found)
         if missing + spare > self._available - sum(block in self._evictable for block in found):
@@ -198,10 +198,10 @@ class BlockCache:
         return True
 
     def extend(self, table: list[int], tokens: int, spare: int = 0) -> bool:
-        """Append blocks to ``table`` until it holds ``tokens`` tokens.
+        """Append blocks to ``table`` until it has room for ``tokens`` tokens.
 
         Returns:
-            False, with nothing changed, unless ``spare`` blocks could still be handed out afterwards.
+            False, with nothing changed, if fewer than ``spare`` blocks would be available afterwards.
         """
         missing = blocks_for(tokens, self.block_size) - len(table)
         if missing + spare > self._available:
@@ -210,10 +210,10 @@ class BlockCache:
         return True
 
     def follow(self, sequence: Sequence) -> int:
-        """Put hashed blocks into a sequence's table in place of its own: what others computed is not computed again.
+        """Replace a sequence's own blocks by equal blocks that other sequences have computed.
 
         Returns:
-            The number of tokens that need no computing any more.
+            The number of tokens that the sequence need not compute itself.
         """
         before = sequence.computed
         while (index := sequence.hashed) < (len(sequence.tokens) - 1) // self.block_size:
@@ -236,7 +236,7 @@ class BlockCache:
         while (index := sequence.hashed) < end // self.block_size:
             key = self._key_of(sequence, index)
             if key is None or key in self._hashed:
-                # the same tokens, computed elsewhere: `follow` takes them over once a token after them is known
+                # Another sequence computes the same block: `follow` shares it once a token after it is known
                 return
             number = sequence.blocks[index]
             block = self._blocks[number]
@@ -247,16 +247,16 @@ class BlockCache:
             sequence.hashed += 1
 
     def drop_fresh(self) -> None:
-        """Unhash what this step was to compute, because it failed."""
+        """Unhash the blocks that this step should have computed, because it failed."""
         for block in self._fresh:
             self._unhash(block)
         self._fresh.clear()
 
     def release(self, table: list[int]) -> None:
-        """Take every block of ``table`` out of it: the one place where a block stops being used."""
+        """Empty ``table``. A block that is in no other table becomes cached or free. No other method does that."""
         for number in reversed(table):
             block = self._blocks[number]
-            assert block.tables, "a block was released that nobody uses"
+            assert block.tables, "a block was released that is in no block table"
             block.tables -= 1
             if block.tables:
                 continue
@@ -269,10 +269,10 @@ class BlockCache:
         table.clear()
 
     def retain(self, blocks: list[int], until: float) -> None:
-        """Do not reclaim these leading blocks of a table before ``until`` (``time.monotonic()``; infinite: pinned).
+        """Do not evict these leading blocks of a table before ``until`` (``time.monotonic()``; infinite: pinned).
 
-        Where that is more than ``retain_limit`` allows, those whose time ends earlier make room, and the last of these
-        blocks are not retained if there are too few of them. So nobody takes a pinned block's place.
+        If there are more than ``retain_limit`` allows, blocks retained for a shorter time lose their place. If that is
+        not enough, the last of the new blocks are not retained. So a pinned block never loses its place.
         """
         hashed = [block for block in blocks if self._blocks[block].key is not None]
         before = [block for block in hashed if block in self._retained]
@@ -290,22 +290,22 @@ class BlockCache:
         self._next_expiry = min(self._retained.values(), default=math.inf)
 
     def pinned(self) -> int:
-        """Number of blocks that are retained for ever."""
+        """Number of pinned blocks, which are retained for ever."""
         return sum(until == math.inf for until in self._retained.values())
 
     def pinned_of(self, namespace: str, tokens: list[int]) -> int:
-        """Number of blocks that ``tokens`` begins with and that are retained for ever."""
+        """Number of pinned blocks in the longest hashed prefix of ``tokens``."""
         found = self.match(namespace, [*tokens, 0])
         return sum(self._retained.get(block) == math.inf for block in found)
 
     def stop_retaining(self) -> bool:
-        """Let all retained blocks be reclaimed; whether there were any."""
+        """Allow all retained blocks to be evicted. Returns whether there were any."""
         any_retained = bool(self._retained)
         self._stop_retaining(list(self._retained))
         return any_retained
 
     def flush(self) -> int:
-        """Forget every content id, also of blocks in use; returns how many there were."""
+        """Unhash every block, including blocks in use. Returns how many there were."""
         self.stop_retaining()
         count = len(self._hashed)
         self._free.extend(self._evictable)
@@ -315,12 +315,15 @@ class BlockCache:
         return count
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert that every block is in one state, and that ``tables`` and the content ids agree with it."""
+        """Assert that every block is in one state, and that ``tables`` and the content ids agree with it.
+
+        Only tests call this; the engine calls ``check_in_parts``.
+        """
         for _ in self.check_in_parts(tables):
             pass
 
     def check_in_parts(self, tables: Iterable[list[int]]) -> Iterator[None]:
-        """As ``check``, with a pause after each few blocks; it says nothing if a block changes in a pause."""
+        """Like ``check``, but yields after every few blocks. If a block changes in a pause, the check is void."""
         uses = Counter(block for table in tables for block in table)
         evictable, kept, free = set(self._evictable), self._kept, set(self._free)
         assert self.free + self.cached + self.used == self.total, "free + cached + used is not the total"
@@ -335,16 +338,18 @@ class BlockCache:
             yield
             for number, block in enumerate(self._part(start), start):
                 assert block.tables == uses[number], (
-                    f"block {number} counts {block.tables} tables, is in {uses[number]}"
+                    f"block {number} is in {uses[number]} block tables but counts {block.tables}"
                 )
-                assert (number in free) == (block.tables == 0 and block.key is None), f"block {number}: free or not?"
+                assert (number in free) == (block.tables == 0 and block.key is None), (
+                    f"block {number} is free but in use or hashed, or the reverse"
+                )
                 assert (number in evictable or number in kept) == (block.tables == 0 and block.key is not None)
                 if block.key is not None:
-                    assert self._hashed[block.key] == number, f"block {number} is not what its content id finds"
+                    assert self._hashed[block.key] == number, f"the key of block {number} finds another block"
                     assert isinstance(block.key.parent, str) or block.key.parent in content_ids, (
                         f"block {number} can't be reached"
                     )
-        assert len(self._hashed) == len(content_ids), "two content ids of one block"
+        assert len(self._hashed) == len(content_ids), "two keys find the same block"
 
     def _part(self, start: int) -> list[_Block]:
         return self._blocks[start : start + CHECKED_AT_ONCE]
@@ -358,7 +363,7 @@ class BlockCache:
         return self._key_type(parent, tuple(tokens[index * size : (index + 1) * size]))
 
     def _key_of(self, sequence: Sequence, index: int) -> Key | None:
-        """The key of a sequence's block; None where the block before it is not hashed any more."""
+        """The key of a sequence's block; None if the block before it is not hashed."""
         if index == 0:
             return self._key(sequence.namespace, sequence.tokens, 0)
         parent = self._blocks[sequence.blocks[index - 1]]
@@ -370,7 +375,7 @@ class BlockCache:
         self._blocks[number].tables += 1
 
     def _take(self) -> int:
-        """A block for one table: a free one, else the cached one that was not used for longest."""
+        """Allocate a block for one table: a free one, or else the least recently used evictable one."""
         if not self._free:
             oldest, _ = self._evictable.popitem(last=False)
             self._unhash(oldest)
@@ -390,7 +395,7 @@ class BlockCache:
         block.key = None
 
     def _by_expiry(self, blocks: Iterable[int]) -> list[int]:
-        """In the order in which they may be reclaimed: whose time ends first, and a chain from its end."""
+        """Sort blocks by the order of eviction: the earliest expiry first, then the tail of a sequence first."""
         return sorted(blocks, key=lambda number: (self._retained[number], -self._blocks[number].depth))
 
     def _stop_retaining(self, blocks: Iterable[int]) -> None:

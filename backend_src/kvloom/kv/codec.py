@@ -1,4 +1,4 @@
-"""How the keys and values of a block lie in bytes: one codec per cache dtype."""
+"""The memory layout of a block's keys and values: one codec per cache dtype."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockGeometry:
-    """What a block holds: ``block_size`` tokens of every layer and KV head."""
+    """A block's dimensions: it holds ``block_size`` tokens for every layer and KV head."""
 
     n_layers: int
     n_kv_heads: int
@@ -20,9 +20,9 @@ class BlockGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PlainCodec:
-    """Keys and values as they are, in ``dtype``; a block is [layers, 2, kv_heads, block_size, head_dim].
+    """Stores keys and values unquantized in ``dtype``. A block is [layers, 2, kv_heads, block_size, head_dim].
 
-    All layers of a block are neighbours in memory, so that moving a block is one copy.
+    A block's layers are contiguous in memory, so that moving a block is one copy.
     """
 
     dtype: torch.dtype
@@ -33,11 +33,11 @@ class PlainCodec:
         return g.n_layers * 2 * g.n_kv_heads * g.block_size * g.head_dim * self.dtype.itemsize
 
     def layers(self, memory: torch.Tensor, geometry: BlockGeometry) -> list[LayerCache]:
-        """View ``memory`` (uint8 [bytes]) as blocks; per layer its keys and values, strided over the blocks."""
+        """View ``memory`` (uint8 [bytes]) as blocks. Returns each layer's keys and values, strided over the blocks."""
         g = geometry
         size = self.block_bytes(g)
         count = memory.numel() // size
-        # by blocks first: numpy gives memory of no bytes the stride 0, which has no view of another dtype
+        # Split into blocks first: empty memory from numpy has stride 0 and can't be viewed as another dtype
         rows = memory.view(count, size).view(self.dtype)
         blocks = rows.view(count, g.n_layers, 2, g.n_kv_heads, g.block_size, g.head_dim)
         return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(g.n_layers)]

@@ -1,7 +1,7 @@
-"""The system's memory for the block pool, taken before its blocks are.
+"""Populates the block pool's memory pages before blocks are used.
 
-A page is given when it is first touched, and in a step that is time nobody has: 0.2 ms for each 2 MiB, and fifty times
-that on a virtual machine whose host has to find the memory.
+The system provides a page when it is first touched. In a step that costs too much time: 0.2 ms for each 2 MiB, and
+fifty times that on a virtual machine if its host has to find the memory.
 """
 
 import ctypes
@@ -16,23 +16,23 @@ import torch
 log = logging.getLogger(__name__)
 
 AHEAD = 2**30
-"""Bytes that are kept ready beyond what blocks have used; more are asked for when half of them are left."""
+"""Bytes to keep populated beyond the used blocks. When only half of them are left, more are populated."""
 
 CHUNK = 4 * 2**20
-"""Bytes that are asked for at once: while they come, no other thread can map memory."""
+"""Bytes to populate per call. During a call no other thread can map memory."""
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no name for it."""
+"""Needs Linux 5.14. Python has no name for it."""
 
 
 class PagesAhead:
-    """Has the system give a pool's pages, in order, in a thread that lives as long as that takes.
+    """Populates a pool's pages in order, in a thread that runs as long as there is work.
 
-    Blocks may be used meanwhile, and may be used before their pages are there: then the step that does waits for them.
-    The thread ends, at most a chunk later, when nobody has this object any more and when the program ends.
+    Blocks may be used in the meantime. If a step uses a block before its pages are populated, the step waits for them.
+    When this object is deleted or the program ends, the thread ends after at most one chunk.
 
     Args:
-        memory: the pool, uint8, of whole pages from its beginning.
+        memory: the pool, uint8. It begins at a page boundary.
         block_bytes: size of a block.
     """
 
@@ -46,17 +46,17 @@ class PagesAhead:
         self.used(-1)
 
     def used(self, block: int) -> None:
-        """Blocks up to and with this one are in use; of those who call this, only one does at a time."""
+        """Note that blocks up to and including this one are in use. Only one thread may call this at a time."""
         used, size = (block + 1) * self._block_bytes, self._memory.nbytes
         self._wanted = min(used + AHEAD, size)
         running = self._thread is not None and self._thread.is_alive()
         if self._ready < min(used + AHEAD // 2, size) and not running:
-            # no daemon: one that is the last to have the memory aborts the program when Python ends while it frees it
+            # Not a daemon thread: if it held the last reference, freeing the memory at Python's exit would abort
             self._thread = threading.Thread(target=_take, args=(weakref.ref(self),), name="kvloom-pages", daemon=False)
             self._thread.start()
 
     def _take_chunk(self) -> bool:
-        """Whether to go on."""
+        """Populate one chunk. Returns whether to continue."""
         if self._ready >= self._wanted:
             return False
         size = min(CHUNK, self._memory.nbytes - self._ready)
@@ -66,7 +66,9 @@ class PagesAhead:
         code = ctypes.get_errno()
         if code in (errno.EINTR, errno.EAGAIN):
             return True
-        log.info("the pool's pages come as they are used: %s", os.strerror(code))
+        log.info(
+            "could not populate the block pool's pages, so steps wait for them on first use: %s", os.strerror(code)
+        )
         self._ready = self._memory.nbytes
         return False
 

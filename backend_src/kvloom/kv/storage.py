@@ -1,4 +1,4 @@
-"""The memory behind the block pool."""
+"""The memory of a block pool."""
 
 import mmap
 from pathlib import Path
@@ -10,19 +10,19 @@ from kvloom.kv.codec import BlockGeometry, LayerCache, PlainCodec
 
 
 class Storage:
-    """One run of bytes that holds the blocks, one after the other.
+    """One contiguous buffer that holds all blocks in order.
 
     Args:
-        codec: how a block lies in its bytes.
-        geometry: what a block holds.
-        blocks: how many.
-        device: where they lie.
-        pinned: for host memory that a GPU copies from and to: it can't be paged out, and is all taken at once.
+        codec: the layout of a block.
+        geometry: the dimensions of a block.
+        blocks: the number of blocks.
+        device: where the memory is.
+        pinned: use pinned host memory, for copies from and to a GPU. It can't be paged out and is allocated at once.
 
     Attributes:
-        memory: uint8 [bytes], all of it.
-        blocks: uint8 [blocks, bytes of a block], for moving them.
-        layers: what attention reads and writes, per layer.
+        memory: uint8 [bytes], the whole buffer.
+        blocks: uint8 [blocks, bytes of a block], for copying blocks.
+        layers: each layer's keys and values, which attention reads and writes.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Storage:
     ):
         block_bytes = codec.block_bytes(geometry)
         size = blocks * block_bytes
-        # zeroed: a masked row of a fresh block times NaN would be NaN
+        # Zeroed because attention multiplies masked rows by 0, and 0 times NaN is NaN
         if pinned or device.type != "cpu":
             self.memory = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         else:
@@ -40,11 +40,10 @@ class Storage:
 
 
 def _zeros(size: int) -> np.ndarray:
-    """Bytes that are zero.
+    """Allocate zeroed memory, in huge pages if the system has them.
 
-    They take neither time nor memory before a page is written (torch's are written at once), and lie in huge pages
-    where the system has them: attention reads a layer's part of a block here and of the next one far away, and is a
-    third slower when it waits for the place of each.
+    Unlike torch's zeroed memory, it takes no time and no memory before a page is written. Attention reads a layer's
+    part of each block, and these parts are far apart. Without huge pages TLB misses make it a third slower.
     """
     if not size:
         return np.empty(0, dtype=np.uint8)

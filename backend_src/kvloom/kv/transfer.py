@@ -1,4 +1,4 @@
-"""Moving blocks between storages: swapping out and in."""
+"""Copies blocks between storages, to swap them out and in."""
 
 from functools import cache
 
@@ -7,14 +7,14 @@ import torch
 from kvloom.kv.storage import Storage
 
 Move = tuple[int, int]
-"""A block of the source and the block of the target that gets its content."""
+"""A block of the source and the block of the target to copy it to."""
 
 CHUNK = 64
-"""Blocks per copy: bounds the memory that is used on the way."""
+"""Blocks per copy. It limits temporary memory."""
 
 
 def copy_blocks(source: Storage, target: Storage, moves: list[Move]) -> None:
-    """Copy blocks; both storages have the same codec and geometry. No target block may be in ``moves`` twice."""
+    """Copy blocks between storages of the same codec and geometry. A target block may appear only once in ``moves``."""
     devices = source.memory.device, target.memory.device
     if devices[0] != devices[1]:
         _copy_across(source, target, moves, next(device for device in devices if device.type != "cpu"))
@@ -26,10 +26,10 @@ def copy_blocks(source: Storage, target: Storage, moves: list[Move]) -> None:
 
 
 def _copy_across(source: Storage, target: Storage, moves: list[Move], gpu: torch.device) -> None:
-    """Between the GPU and pinned memory of the host, on a stream of its own; nothing waits on the host.
+    """Copy blocks between the GPU and pinned host memory on a separate stream. The host does not wait.
 
-    A block is one run of bytes on both sides: one copy, at the full speed of the bus, without memory on the way. What
-    was launched before is done before the copies begin, and they are done before what is launched next begins.
+    A block is contiguous on both sides, so it is one copy at the bus's full speed, without temporary memory. The copies
+    begin after all work launched before them, and work launched after them begins when they are done.
     """
     stream, main = _stream(gpu), torch.cuda.current_stream(gpu)
     stream.wait_stream(main)

@@ -1,1 +1,1 @@
-"""Model files, what a model is made of, its weights and what they take."""
+"""Model files, model shapes, weights, the decoder and its memory."""

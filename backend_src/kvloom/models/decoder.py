@@ -1,4 +1,4 @@
-"""The one decoder: embedding, layers of attention and gated MLP, head; a flat batch in, logits out."""
+"""The decoder: embedding, layers of attention and gated MLP, head. It takes a flat batch and returns logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's tokens, flat: prefill chunks and decodes of B sequences side by side.
+    """The T tokens of one step, flat: prefill chunks and decodes of B sequences side by side.
 
     Attributes:
         tokens: int64 [T].
         positions: int64 [T], absolute.
-        slots: int64 [T], where each token's keys and values go: block id * block_size + offset.
-        query_starts: int32 [B + 1], offsets of the sequences into T.
-        seq_lens: int32 [B], tokens of each sequence up to and with this step's.
+        slots: int64 [T], the slot mapping: block id * block_size + offset for each token's keys and values.
+        query_starts: int32 [B + 1], where each sequence begins in T.
+        seq_lens: int32 [B], each sequence's length including this step's tokens.
         block_tables: int32 [B, M], padded with 0.
-        logit_rows: int64 [R], the rows of T whose logits are wanted.
-        max_queries: maximum number of tokens of one sequence in this step; known without asking the device.
+        logit_rows: int64 [R], the rows of T that need logits.
+        max_queries: the most tokens of one sequence in this step. It is kept here to avoid a device sync.
         max_length: the longest of ``seq_lens``.
     """
 
@@ -54,7 +54,7 @@ class Batch:
     max_length: int
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
+        """Copy the batch to another device."""
         return Batch(
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
@@ -69,13 +69,13 @@ class Batch:
 
 
 class WeightSource(Protocol):
-    """Weights by canonical name, each taken once: a dict of them, or one that reads them when they are taken."""
+    """Weights by canonical name. Each is taken once. A dict is one; others read a weight when it is taken."""
 
     def pop(self, name: str, /) -> Weight:
         """Take a weight."""
 
     def __len__(self) -> int:
-        """Weights that are left."""
+        """The number of weights left."""
 
 
 class _Layer:
@@ -102,7 +102,7 @@ class _Layer:
 def _tables(
     spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device, allocate: Allocate
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
-    """The embedding, int64 [T] to fp32 [T, hidden], and the head."""
+    """The embedding (int64 [T] to fp32 [T, hidden]) and the head."""
     table = moved(tensors.pop("embed_tokens.weight"), device)
     if spec.tied_embeddings:
         tied = pack_tied_linear(table, dtype, allocate)
@@ -114,13 +114,14 @@ def _tables(
 class Decoder:
     """A decoder-only transformer over the paged cache.
 
-    The residual stream is fp32 whatever the weights are: it costs little and is what keeps bf16 close to fp32.
+    The residual stream is always fp32. That costs little and keeps bf16 results close to fp32.
 
     Args:
         spec: the model's shape.
-        tensors: weights by canonical name, plain ones in ``dtype``; emptied, so that no weight is held twice.
-        dtype: of activations.
-        device: where the weights go and everything is computed.
+        tensors: weights by canonical name, plain ones in ``dtype``. Every weight is taken out, so that none is in
+            memory twice.
+        dtype: dtype of activations.
+        device: where the weights are kept and the model runs.
     """
 
     def __init__(self, spec: ModelSpec, tensors: WeightSource, dtype: torch.dtype, device: torch.device = CPU):
@@ -129,13 +130,13 @@ class Decoder:
         self._embedding, self._head = _tables(spec, tensors, dtype, device, allocate)
         self._layers = [_Layer(tensors, f"layers.{i}", dtype, device, allocate) for i in range(spec.n_layers)]
         self._norm = plain(tensors.pop("norm.weight")).to(device, dtype)
-        assert not len(tensors), "weights that no layer took"
-        # angles are fp32 as in the training code: more exact ones would be another function at large positions
+        assert not len(tensors), "some weights were not used by any layer"
+        # fp32 angles as in the training code: more exact angles would change the results at large positions
         angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
         self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> torch.Tensor:
-        """Compute the batch, write its keys and values, return fp32 logits [R, vocab] of ``batch.logit_rows``."""
+        """Run the batch, write its keys and values to the cache, return fp32 logits [R, vocab] of its logit rows."""
         spec, eps = self.spec, self.spec.norm_eps
         scale = spec.head_dim**-0.5
         residual = self._embedding(batch.tokens)
@@ -156,7 +157,7 @@ class Decoder:
                 max_length=batch.max_length,
             )
             update = layer.attention_out(mixed.view(mixed.shape[0], -1))
-            # of the last layer other tokens' keys and values are all that is wanted
+            # The last layer only has to write keys and values for tokens that need no logits
             wanted = batch.logit_rows if layer is self._layers[-1] else None
             hidden, residual = add_rms_norm(residual, update, layer.mlp_norm, eps, wanted)
             update = layer.down(layer.gate_up(hidden))

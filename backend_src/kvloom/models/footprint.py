@@ -1,4 +1,4 @@
-"""How many bytes a model takes: its weights as the decoder keeps them, compiled products, a step's tensors."""
+"""How much memory a model takes on a CPU: the decoder's weights, compiled products and the tensors of a step."""
 
 import torch
 
@@ -10,18 +10,18 @@ from kvloom.ops.linear_int8 import WIDE_GROUP
 from kvloom.ops.native import is_buildable
 
 SAMPLER_LOGITS = 3
-"""fp32 matrices [R, vocab] that sampling in C++ holds at most: the logits, which are edited in place; those that are
-finite, where not all are; and of these the ones that are drawn from."""
+"""The most fp32 matrices [R, vocab] that sampling in C++ holds: the logits, which are edited in place; a copy of the
+finite ones if some are not finite; and a copy of those that are sampled."""
 
 TORCH_SAMPLER_LOGITS = 9
-"""The same in torch, which also holds how far the scores lie below the likeliest, the rows of these that have to be
-sorted, these sorted, and weights and their running sums of 8 bytes."""
+"""The same for sampling in torch. It also holds each score's distance from the maximum, the distances to sort, the
+sorted distances, and the weights and their cumulative sums, which have 8 bytes each."""
 
 _PLAIN = ("fp32", "bf16")
-"""Weights that are not quantized."""
+"""Values of the setting ``weights`` that do not quantize."""
 
 _SCRATCH = 12
-"""Bytes for each token of the vocabulary that a thread keeps to draw in C++: a distance, and a place in a ranking."""
+"""Bytes per vocabulary entry that each thread keeps for sampling in C++: a distance and a rank."""
 
 
 def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
@@ -30,7 +30,7 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
     Args:
         spec: the model's shape.
         weights: fp32, bf16, int8, int4 or w8a8, see ``weight_conversion.ServedWeights``.
-        dtype: of activations and of plain weights.
+        dtype: dtype of activations and of plain weights.
     """
     native = is_buildable()
 
@@ -60,9 +60,9 @@ def weights_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype) -> int:
 
 
 def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """Bytes of compiled products; arguments as of ``step_bytes``.
+    """Bytes of products compiled at run time; for the arguments see ``step_bytes``.
 
-    The products in C++ are compiled before.
+    There are none with the C++ ops, which are compiled ahead of time.
     """
     if is_buildable():
         return 0
@@ -71,7 +71,7 @@ def products_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, tokens: in
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """[out, in] of a layer's products."""
+    """Shapes [out, in] of the weights of a layer's products."""
     hidden, mlp, heads_out = spec.hidden_size, spec.intermediate_size, spec.n_heads * spec.head_dim
     qkv_out = heads_out + 2 * spec.n_kv_heads * spec.head_dim
     return {
@@ -85,23 +85,23 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 def step_bytes(
     spec: ModelSpec, weights: str, dtype: torch.dtype, kv_dtype_bytes: int, tokens: int, rows: int, length: int
 ) -> int:
-    """Bytes of the largest step's tensors, cache and weights aside.
+    """Bytes of the largest step's tensors, without the cache and the weights.
 
     Args:
         spec: the model's shape.
-        weights: as of ``weights_bytes``.
-        dtype: of activations.
-        kv_dtype_bytes: size of a cached number.
+        weights: see ``weights_bytes``.
+        dtype: dtype of activations.
+        kv_dtype_bytes: bytes of one number in the cache.
         tokens: maximum number of tokens in a step.
-        rows: maximum number of sequences in a step, whose logits are wanted.
-        length: longest sequence in tokens.
+        rows: maximum number of sequences in a step; each needs one row of logits.
+        length: the longest sequence in tokens.
     """
     fp32, size = torch.float32.itemsize, dtype.itemsize
     heads_out, kv_out = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    # residual before and after an addition, its normalized form in fp32 and dtype, and the layer's update
+    # the residual before and after an addition, its normalized form in fp32 and dtype, and the layer's update
     stream = tokens * spec.hidden_size * (3 * fp32 + 2 * size)
     qkv = tokens * (heads_out + 2 * kv_out) * size
-    # queries and keys in fp32, their products with cosine and sine, and the rotated ones
+    # queries and keys in fp32, their products with cosine and sine, and the rotated queries and keys
     rotary = 3 * tokens * (heads_out + kv_out) * fp32
     attention = tokens * heads_out * size
     if is_buildable():
@@ -118,29 +118,32 @@ def step_bytes(
 
 
 def _mlp_numbers(spec: ModelSpec, weights: str) -> int:
-    """Numbers of a token between its MLP's two products: gate and up, where they are stored, and what they become; in
-    torch also the activated gate."""
+    """Numbers that a token has between the MLP's two products.
+
+    They are gate and up, unless they are never stored, and their activated product. In torch the activated gate is
+    stored, too.
+    """
     native = 1 if weights in (*_PLAIN, "w8a8") else 3
     return (native if is_buildable() else 4) * spec.intermediate_size
 
 
 def recorded_bytes(spec: ModelSpec, weights: str, dtype: torch.dtype, rows: int) -> int:
-    """Bytes that decode steps in C++ are recorded on, which stay; arguments as of ``step_bytes``.
+    """Bytes of the tensors that recorded decode steps in C++ keep; for the arguments see ``step_bytes``.
 
-    What a layer computes is there beside what the layer before left in the same variables, until it takes its place.
+    While a layer's result is computed, the previous layer's result still exists: the same variable holds it.
     """
     heads_out, kv_out = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    # the stream's normalized form, a layer's update and the one before
+    # the normalized residual, a layer's update and the update before it
     hidden = 3 * spec.hidden_size
     qkv = 2 * (heads_out + 2 * kv_out)
-    # queries, and the last layer's beside its attention; then queries, attention, and the last layer's attention
+    # queries, attention, and the attention or the queries of the layer before
     attention = 3 * heads_out
     mlp = _mlp_numbers(spec, weights)
-    # the residual before and after an addition, logits; the likeliest token, and whether it is one
+    # the residual before and after an addition and the logits; the argmax token and its validity flag
     in_full = (2 * spec.hidden_size + spec.vocab_size) * torch.float32.itemsize + torch.int64.itemsize + 1
     return rows * ((hidden + qkv + attention + mlp) * dtype.itemsize + in_full)
 
 
 def scratch_bytes(spec: ModelSpec, threads: int) -> int:
-    """Bytes that so many threads keep from step to step."""
+    """Bytes of scratch memory that this many threads keep between steps."""
     return threads * spec.vocab_size * _SCRATCH if is_buildable() else 0

@@ -1,4 +1,4 @@
-"""A GGUF file: memory-mapped, its metadata as plain values, its tensors dequantized one at a time."""
+"""Reads a GGUF file: memory-maps it, converts its metadata to plain values, dequantizes one tensor at a time."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -28,10 +28,11 @@ class GgufFile:
         kind: ``gguf``.
         metadata: every key as a plain Python value, the tokenizer's arrays as lists.
         spec: the model's shape.
-        shapes: shape of every tensor in the file; by canonical name, or by its own where the family knows none.
+        shapes: shape of every tensor in the file, by canonical name. Tensors that the family does not have keep the
+            name in the file.
 
     Raises:
-        ModelError: if the file is broken or of an unsupported kind. The message does not name the path.
+        ModelError: the file is broken or not supported. The message does not name the path.
     """
 
     kind: Literal["gguf"] = "gguf"
@@ -53,29 +54,29 @@ class GgufFile:
         self.shapes = {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Canonical name and weight, one at a time, in ``dtype`` and in memory of its own.
+        """Yield canonical names and weights, one at a time, as copies in ``dtype``.
 
         Raises:
-            ModelError: if a tensor is quantized in a way that can't be undone here.
+            ModelError: a tensor has a quantized type that can't be dequantized.
         """
         for name in self._tensors:
             yield name, self.tensor(name, dtype)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weight of a canonical name; as ``tensors``."""
+        """One weight by its canonical name; see ``tensors``."""
         return torch.from_numpy(_values(self._tensors[name], self._data(name))).to(dtype)
 
     def stored_as(self, name: str) -> str:
-        """The name of a tensor's type."""
+        """The name of a tensor's type in the file."""
         return str(self._tensors[name].tensor_type.name)
 
     def groups(self, name: str) -> GroupedWeight | None:
-        """A weight that is stored as integers in groups, in memory of its own; None if it is not."""
+        """A copy of a weight that the file stores as integers in groups; None for other types."""
         kind = self.stored_as(name)
         return grouped_weight(self._data(name), kind) if kind in GROUPED else None
 
     def _data(self, name: str) -> np.ndarray:
-        """Raw data of a tensor, the halves of its heads in order."""
+        """A tensor's raw data. The halves of its heads are in order."""
         data = self._tensors[name].data
         heads = self._interleaved_heads(name)
         return data if heads is None else _halves(data, heads)
@@ -90,9 +91,10 @@ class GgufFile:
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader with arrays read in one go: it makes views of the memory map for every single entry.
+    """The library's reader, but arrays are read at once.
 
-    That takes seconds for the entries of a vocabulary. ``ReaderField.contents()`` works on either form.
+    The library makes several memory-mapped views for every entry, which takes seconds for a vocabulary.
+    ``ReaderField.contents()`` works on both forms.
     """
 
     def _get_field_parts(
@@ -113,7 +115,7 @@ class _Reader(gguf.GGUFReader):
         return 12 + size, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, kind]
 
     def _strings(self, start: int, count: int) -> tuple[int, list[np.ndarray]]:
-        data = np.asarray(self.data)  # slices of a plain array are many times cheaper than those of a memmap
+        data = np.asarray(self.data)  # slicing a plain array is many times cheaper than slicing a memmap
         length_at = struct.Struct("<Q").unpack_from
         buffer, parts, offset = data.data, [], start
         for _ in range(count):
@@ -135,9 +137,9 @@ def _read(path: Path) -> _Reader:
         return _Reader(path)
     except OSError as error:
         raise ModelError(f"can't be read: {error.strerror}") from error
-    # what the library raises when it runs past the end or into values that make no sense
+    # The library raises these if the file ends too early or contains invalid values
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-        raise ModelError(f"a truncated or corrupt GGUF file ({error}); {_ADVICE}") from error
+        raise ModelError(f"the GGUF file is truncated or corrupt ({error}); {_ADVICE}") from error
 
 
 def _metadata(reader: _Reader) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _metadata(reader: _Reader) -> dict[str, Any]:
     except (ValueError, IndexError) as error:
         raise ModelError(f"corrupt GGUF metadata ({error}); {_ADVICE}") from error
     if typed(metadata, "split.count", int, 1) > 1:
-        raise ModelError("one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
+        raise ModelError("this is one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     return metadata
 
 
@@ -174,7 +176,7 @@ def _spec(
         n_kv_heads=integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         intermediate_size=integer("feed_forward_length"),
-        # older files leave it out
+        # older files have no vocab_size
         vocab_size=integer("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         context_length=integer("context_length"),
         norm_eps=_decimal(typed(metadata, f"{arch}.attention.layer_norm_rms_epsilon", float)),
@@ -189,7 +191,7 @@ def _rope_scaling(metadata: Mapping[str, Any], arch: str, factors: np.ndarray | 
     kind = typed(metadata, key, str, "linear")
     if kind not in ("none", "linear"):
         raise ModelError(f"{key}={kind!r} is not supported; kvloom serves 'none' and 'linear'")
-    # "scale_linear" is the older name; 0 and 1 both mean that nothing is scaled
+    # "scale_linear" is the older name. Factors 0 and 1 both mean no scaling
     older = typed(metadata, f"{arch}.rope.scale_linear", float, 1.0)
     factor = _decimal(typed(metadata, f"{arch}.rope.scaling.factor", float, older)) if kind == "linear" else 1.0
     if factor in (0, 1):
@@ -200,12 +202,12 @@ def _rope_scaling(metadata: Mapping[str, Any], arch: str, factors: np.ndarray | 
 
 
 def _decimal(value: float) -> float:
-    """The number that was meant: GGUF rounds to fp32, so that 1e-5 comes back as 9.99999974e-06."""
+    """Undo GGUF's rounding to fp32, which turns 1e-5 into 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
 def _canonical_names(spec: ModelSpec, family: Family) -> dict[str, str]:
-    """GGUF tensor name -> canonical name, a head included."""
+    """GGUF tensor names to canonical names, including the head."""
     table = gguf.get_tensor_name_map(family.gguf_arch, spec.n_layers)
     names = {}
     for name in {**tensor_shapes(spec), "lm_head.weight": ()}:
@@ -215,18 +217,18 @@ def _canonical_names(spec: ModelSpec, family: Family) -> dict[str, str]:
 
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    return tuple(reversed(tensor.shape.tolist()))  # GGUF counts dimensions from the innermost
+    return tuple(reversed(tensor.shape.tolist()))  # GGUF lists the innermost dimension first
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo the interleaving of a head's two halves; rows [heads * head_dim, any], quantized or not."""
+    """Undo the interleaving of each head's two halves. Rows [heads * head_dim, any] may be quantized."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _values(tensor: gguf.ReaderTensor, data: np.ndarray | None = None) -> np.ndarray:
-    """Dequantized fp32 values in memory of their own; ``data`` replaces the tensor's raw data."""
+    """A copy of a tensor's values, dequantized to fp32. ``data`` replaces the tensor's raw data."""
     try:
         values = gguf.dequantize(tensor.data if data is None else data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ModelError(f"tensor {tensor.name}: type {tensor.tensor_type.name} can't be dequantized") from error
-    return np.require(values, np.float32, ["C", "W"])  # fp32 data comes back as a read-only view of the file
+    return np.require(values, np.float32, ["C", "W"])  # for fp32 the library returns a read-only view of the file

@@ -1,4 +1,4 @@
-"""GGUF's simple quantized types, whose blocks are groups of integers with a scale: taken over as they are."""
+"""Reads GGUF's Q4_0, Q4_1 and Q8_0 without dequantizing them: their blocks are groups of integers with a scale."""
 
 import gguf
 import numpy as np
@@ -7,13 +7,13 @@ import torch
 from kvloom.ops.linear_groups import GROUP, GroupedWeight
 
 GROUPED = ("Q4_0", "Q4_1", "Q8_0")
-"""The types that ``grouped_weight`` knows."""
+"""The types that ``grouped_weight`` reads."""
 
 
 def grouped_weight(data: np.ndarray, kind: str) -> GroupedWeight:
-    """A tensor's raw data, uint8 [rows, bytes], as a weight; the blocks are those of ggml-common.h.
+    """Turn a tensor's raw data, uint8 [rows, bytes], into a weight. ggml-common.h defines the blocks.
 
-    Q4_0's values lie around 8, which becomes a minimum of -8 scales: exact, the scale only moves by a power of two.
+    Q4_0 values have an offset of 8. It becomes a minimum of -8 * scale, which is exact because 8 is a power of two.
     """
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = np.ascontiguousarray(data).reshape(len(data), -1, size)
@@ -24,7 +24,7 @@ def grouped_weight(data: np.ndarray, kind: str) -> GroupedWeight:
         return GroupedWeight(8, values, scales, None, width)
     minima = _halves(blocks[..., 2:4]) if kind == "Q4_1" else -8 * scales
     nibbles = blocks[..., -GROUP // 2 :]
-    # the low halves of the bytes are a block's first values
+    # The low nibbles hold a block's first values
     values = torch.from_numpy(np.concatenate((nibbles & 15, nibbles >> 4), -1).reshape(len(data), width))
     return GroupedWeight(4, values, scales, minima, width)
 

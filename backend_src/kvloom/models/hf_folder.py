@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config.json and safetensors, in one file or sharded with an index."""
+"""Reads a Hugging Face folder: config.json and safetensors, in one file or sharded with an index."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -28,10 +28,10 @@ class HfFolder:
         kind: ``hf``.
         metadata: config.json.
         spec: the model's shape.
-        shapes: shape of every tensor by canonical name; without a head that the embedding replaces.
+        shapes: shape of every tensor by canonical name, without the head if the embedding is tied.
 
     Raises:
-        ModelError: if a file is missing, broken or of an unsupported kind. The message does not name the folder.
+        ModelError: a file is missing, broken or not supported. The message does not name the folder.
     """
 
     kind: Literal["hf"] = "hf"
@@ -51,19 +51,19 @@ class HfFolder:
                         self._places[_canonical(name)] = file, name
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Canonical name and weight, one at a time, in ``dtype`` and in memory of its own."""
+        """Yield canonical names and weights, one at a time, as copies in ``dtype``."""
         for name in self.shapes:
             yield name, self.tensor(name, dtype)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weight of a canonical name; as ``tensors``."""
+        """One weight by its canonical name; see ``tensors``."""
         file, stored = self._places[name]
         with _open(self.path / file) as tensors:
             try:
                 tensor = tensors.get_tensor(stored)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file}: tensor {stored} can't be read ({error}); {_ADVICE}") from error
-            # a copy, for the tensor lies in the mapped file, which may change under a running server
+            # The tensor is a view of the mapped file, which may change while the server runs
             copy: torch.Tensor = tensor.to(dtype, copy=True)
             return copy
 
@@ -74,7 +74,7 @@ class HfFolder:
             return str(tensors.get_slice(stored).get_dtype())
 
     def groups(self, name: str) -> GroupedWeight | None:
-        """None: these files hold no integers in groups."""
+        """Always None: these files have no weights of integers in groups."""
         return None
 
     def _wanted(self, name: str, family: Family) -> bool:
@@ -84,7 +84,7 @@ class HfFolder:
     def _note(self, name: str, header: Any) -> None:
         canonical = _canonical(name)
         if canonical in self.shapes:
-            raise ModelError(f"tensor {canonical} is there twice; {_ADVICE}")
+            raise ModelError(f"tensor {canonical} appears twice; {_ADVICE}")
         if header.get_dtype() not in _DTYPES:
             raise ModelError(f"tensor {canonical}: dtype {header.get_dtype()} is not supported, only {_DTYPES}")
         self.shapes[canonical] = tuple(header.get_shape())
@@ -118,11 +118,11 @@ def _open(file: Path) -> Any:
 
 
 def _tensor_files(folder: Path) -> dict[str, list[str]]:
-    """File name -> names of the tensors in it; what the index says must be what the files hold."""
+    """Names of the tensors in each file. The index must agree with the files."""
     if (folder / _SINGLE).exists():
         return {_SINGLE: _tensor_names(folder / _SINGLE)}
     if not (folder / _INDEX).exists():
-        raise ModelError(f"neither {_SINGLE} nor {_INDEX} is there; other weight formats are not supported")
+        raise ModelError(f"has neither {_SINGLE} nor {_INDEX}; other weight formats are not supported")
     index = _json(folder / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ModelError(f"{_INDEX} has no weight_map; {_ADVICE}")
@@ -162,7 +162,7 @@ def _spec(config: Mapping[str, Any], family: Family) -> ModelSpec:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; ``rope_parameters`` is today's form, ``rope_scaling`` beside ``rope_theta`` the older one."""
+    """The base and the scaling. Newer files have ``rope_parameters``, older ``rope_theta`` and ``rope_scaling``."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"RoPE parameters {rope} are not supported; kvloom serves one set for all layers")
@@ -177,7 +177,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, LinearScaling(typed(rope, "factor", float))
     if kind == "llama3":
         key = "original_max_position_embeddings"
-        # transformers' order of the places where it may stand
+        # The key may be in several places; transformers gives them this precedence
         original = {key: config["max_position_embeddings"]} | rope | {k: config[k] for k in (key,) if k in config}
         return theta, Llama3Scaling(
             factor=typed(rope, "factor", float),

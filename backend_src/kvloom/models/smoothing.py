@@ -1,8 +1,8 @@
-"""SmoothQuant (Xiao et al., 2022): outliers of activations moved into the weights behind, before both become INT8.
+"""SmoothQuant (Xiao et al., 2022): moves outliers of activations into the next weights before both become INT8.
 
-A channel of a norm's output is divided by s = peak(x)^a / peak(W)^(1 - a), and the weights that take it are multiplied
-by s: the same function, with channels whose peaks are alike. A channel of silu(gate) * up is divided where up's product
-makes it. Peaks of activations are those of a text, below.
+Each channel of a norm's output is divided by s = peak(x)^a / peak(W)^(1 - a), and the weights that read it are
+multiplied by s. The function stays the same, but the channels' peaks become similar. The channels of silu(gate) * up
+are divided in the rows of up's weight. The peaks of activations are measured on the text below.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from kvloom.models.spec import ModelSpec, rope_inv_freq
 
 NORM_ALPHA = 0.7
 UP_ALPHA = 0.5
-"""How much of the outliers moves: of the paper's range, what loses least with the default model and groups of 64."""
+"""The exponent a. Within the paper's range, these lose least with the default model and groups of 64."""
 
 LEAST = 1e-5
-"""No peak counts as smaller than this."""
+"""Smaller peaks count as this."""
 
 MAX_TOKENS = 256
-"""Tokens of the text that are computed."""
+"""The most tokens of the text that are used."""
 
 TEXT = """\
 The lighthouse keeper wrote the weather down at six every morning: wind from the north-west, 14 knots, visibility good.
@@ -37,22 +37,22 @@ as it was. In C, qsort(array, n, sizeof array[0], compare) sorts in place.
 Photosynthesis turns carbon dioxide and water into sugar and oxygen; its light reactions happen in the thylakoids.
 Q: Is it right that sound can't travel through a vacuum? A: Yes. Sound is a wave of pressure, and needs a medium.
 """
-"""Some of what models read: prose, speech, numbers, code, a table. Of our own making."""
+"""Written for kvloom: prose, speech, numbers, code and a table."""
 
 
 def smoothing(
     spec: ModelSpec, read: Callable[[str], torch.Tensor], token_ids: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """What makes the inputs of quantized products, and is to be divided.
+    """Compute the factors s by running the model on a text.
 
     Args:
         spec: the model's shape.
-        read: canonical name to its weight in fp32; every layer is read once and let go.
-        token_ids: the text; at most ``MAX_TOKENS`` of it are computed.
+        read: returns a weight in fp32 by its canonical name. Every layer's weights are read once and not kept.
+        token_ids: the text. At most ``MAX_TOKENS`` of them are used.
 
     Returns:
-        Name of a norm to what its weight is divided by, fp32 [hidden]; of an MLP's up product to what its weight's rows
-        are, fp32 [intermediate].
+        By name of a norm's weight: what to divide it by, fp32 [hidden]. By name of an MLP's up weight: what to divide
+        its rows by, fp32 [intermediate].
     """
     factors = {}
     count = min(len(token_ids), MAX_TOKENS, spec.context_length)

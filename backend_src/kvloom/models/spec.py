@@ -1,4 +1,4 @@
-"""What a model is: its shape, its rotary frequencies and the tensors it consists of. No weights, no files."""
+"""A model's shape, its rotary frequencies, and the names and shapes of its tensors. No weights and no files."""
 
 import math
 from dataclasses import astuple, dataclass, fields
@@ -10,14 +10,17 @@ from kvloom.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """RoPE frequencies divided by one factor."""
+    """RoPE scaling that divides all frequencies by one factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """RoPE scaling of Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a ramp in between."""
+    """RoPE scaling of Llama 3.1. Frequencies of long wavelengths are divided by ``factor``, short ones are kept.
+
+    In between the scaling changes gradually.
+    """
 
     factor: float
     low_freq_factor: float
@@ -26,7 +29,7 @@ class Llama3Scaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | tuple[float, ...]
-"""A rule, or one divisor per frequency [head_dim / 2], which is how GGUF files store Llama 3.1's rule."""
+"""A rule, or one divisor per frequency [head_dim / 2]. GGUF files store Llama 3.1's rule as divisors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class ModelSpec:
     """A decoder's shape.
 
     Attributes:
-        family: name of its row in ``families.FAMILIES``.
+        family: the name of the family in ``families.FAMILIES``.
         n_layers: decoder layers.
         hidden_size: width of the residual stream.
         n_heads: query heads; a multiple of ``n_kv_heads``.
@@ -45,11 +48,11 @@ class ModelSpec:
         context_length: longest sequence the model was made for, in tokens.
         norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: how they are scaled; None leaves them.
-        tied_embeddings: whether the embedding is also the head; there is no ``lm_head.weight`` then.
+        rope_scaling: how the frequencies are scaled; None for no scaling.
+        tied_embeddings: whether the embedding is also the head. Then there is no ``lm_head.weight``.
 
     Raises:
-        ModelError: naming the value that can't be.
+        ModelError: a value is impossible. The message names it.
     """
 
     family: str
@@ -92,8 +95,8 @@ def _positive(value: float) -> bool:
 
 
 def rope_inv_freq(spec: ModelSpec) -> torch.Tensor:
-    """Rotary frequencies: fp32 [head_dim / 2], bit for bit those of transformers."""
-    # every operation and its order are transformers': another form would differ in the last bit
+    """Rotary frequencies, fp32 [head_dim / 2], bit-identical to those of transformers."""
+    # The same operations in the same order as in transformers: any other form differs in the last bit
     inv_freq = 1.0 / (spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float) / spec.head_dim))
     scaling = spec.rope_scaling
     if scaling is None:
@@ -116,9 +119,9 @@ def _llama3(inv_freq: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor the model needs; linear weights are [out, in].
+    """The name and shape of every tensor that the model needs. Linear weights are [out, in].
 
-    Names are those of Hugging Face checkpoints without the leading ``model.``.
+    The canonical names are those of Hugging Face checkpoints without the leading ``model.``.
     """
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim

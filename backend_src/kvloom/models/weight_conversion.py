@@ -1,4 +1,4 @@
-"""A model's weights in the form in which they are served: plain, or quantized as the setting ``weights`` says."""
+"""Converts a model's weights to the form that the setting ``weights`` asks for: plain or quantized."""
 
 import logging
 import math
@@ -23,28 +23,32 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 """The embedding and the head."""
 
 QUANTIZED = ("int8", "int4", "w8a8")
-"""Settings of ``weights`` with which every matrix is of integers."""
+"""Values of the setting ``weights`` that quantize every matrix to integers."""
 
 CPU = torch.device("cpu")
 
 
 class ServedWeights:
-    """Reads and converts each weight when it is taken, so that only packed ones stay.
+    """Reads and converts each weight when it is taken, so that only packed weights stay in memory.
 
-    ``fp32`` and ``bf16`` are plain. ``int4`` is what a GGUF file holds in groups of 4 bits, as it is; ``int8`` is
-    groups of 8 bits, as they are in the file or rounded here. ``w8a8`` is wider groups of 8 bits, rounded here, for
-    activations that are rounded to INT8 in such groups, too; what is rounded is smoothed by ``smoothing``. Embedding
-    and head are in groups of 8 bits, of the usual width and not smoothed, wherever the layers are quantized.
+    - ``fp32`` and ``bf16`` are plain.
+    - ``int4`` takes groups of 4-bit integers from a GGUF file as they are.
+    - ``int8`` takes groups of 8-bit integers from the file, or quantizes to such groups.
+    - ``w8a8`` smooths the weights (see ``smoothing``) and quantizes them to wider groups of 8-bit integers. The
+      activations are quantized in the same groups.
+
+    Whenever the layers are quantized, the embedding and the head are in groups of 8 bits. These groups have the usual
+    width and are not smoothed.
 
     Args:
         files: the model.
         weights: fp32, bf16, int8, int4 or w8a8.
-        dtype: of the activations and of plain weights.
-        smoothing: for w8a8: see ``smoothing``.
-        device: where they are multiplied.
+        dtype: dtype of the activations and of plain weights.
+        smoothing: the result of ``smoothing``, for w8a8.
+        device: where the products run.
 
     Raises:
-        SettingsError: the file does not hold what int4 takes.
+        SettingsError: the file's types do not fit int4.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class ServedWeights:
         if weights == "int4":
             self._check_int4()
         if weights in QUANTIZED and device.type == "cpu" and library() is None:
-            log.warning("weights=%s without the C++ ops: computed with, and kept as, %s", weights, dtype)
+            log.warning("weights=%s: there are no C++ ops, so the weights are kept and computed in %s", weights, dtype)
 
     def __len__(self) -> int:
         """See ``WeightSource``."""
@@ -76,7 +80,7 @@ class ServedWeights:
     def pop(self, name: str, /) -> Weight:
         """See ``WeightSource``."""
         parameters = self._left.pop(name)
-        # those before it have been packed
+        # The weights taken before this one have been packed by now
         self._progress.at(self._taken)
         self._taken += parameters
         if self._weights not in QUANTIZED or len(tensor_shapes(self._files.spec)[name]) == 1:
@@ -86,7 +90,7 @@ class ServedWeights:
         return self._grouped(name, 4 if self._weights == "int4" and name not in TABLES else 8)
 
     def _plain(self, name: str) -> torch.Tensor:
-        """fp32, smoothed."""
+        """The weight in fp32, smoothed."""
         tensor = self._files.tensor(name, torch.float32)
         if name in self._smoothing:
             factors = self._smoothing[name]
@@ -98,7 +102,7 @@ class ServedWeights:
         stored = self._files.groups(name)
         if stored is not None and (stored.bits, stored.group) == (bits, group):
             return stored
-        assert bits == 8, "the files were checked"
+        assert bits == 8, "int4 was accepted for a file with other types"
         return GroupedWeight.quantize(self._plain(name), group)
 
     def _check_int4(self) -> None:
@@ -108,7 +112,7 @@ class ServedWeights:
             kind = self._files.stored_as(name)
             if kind not in ("Q4_0", "Q4_1"):
                 raise SettingsError(
-                    f"setting weights='int4': serves GGUF files whose layers are in Q4_0 or Q4_1, "
+                    f"setting weights='int4' needs a GGUF file with its layers in Q4_0 or Q4_1, but "
                     f"{self._files.path} has {name} in {kind}; choose int8, which takes any file"
                 )
 
@@ -116,17 +120,17 @@ class ServedWeights:
 def converted_weights(
     files: ModelFiles, weights: str, dtype: torch.dtype, tokenizer: Tokenizer, device: torch.device = CPU
 ) -> ServedWeights:
-    """A model's weights as the setting ``weights`` says; w8a8 is smoothed by what the model makes of a text.
+    """A model's weights as the setting ``weights`` asks for. For w8a8 it first computes the smoothing factors.
 
     Args:
         files: the model.
         weights: fp32, bf16, int8, int4 or w8a8.
-        dtype: of the activations.
-        tokenizer: the model's.
-        device: where they are multiplied.
+        dtype: dtype of the activations.
+        tokenizer: the model's tokenizer.
+        device: where the products run.
 
     Raises:
-        SettingsError: the file does not hold what int4 takes.
+        SettingsError: the file's types do not fit int4.
         ModelError: a weight can't be read.
     """
     if weights != "w8a8":
@@ -138,9 +142,9 @@ def converted_weights(
 
 
 def input_maker(name: str) -> str:
-    """The norm or the product whose channels are a product's inputs, one by one; an empty name where none's are.
+    """The name of the weight that scales the input channels of the product ``name``; empty if there is none.
 
-    An MLP's second product takes silu(gate) * up: up's channels.
+    It is a norm's weight, or up's weight for an MLP's second product, which reads silu(gate) * up.
     """
     for product, maker in (
         ("self_attn.q_proj", "input_layernorm"),

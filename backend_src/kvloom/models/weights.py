@@ -1,4 +1,4 @@
-"""The one door to a model's files: whichever kind they are, checked, under one set of names."""
+"""Opens and checks a model's files. GGUF files and Hugging Face folders get the same interface and tensor names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from kvloom.ops.linear_groups import GroupedWeight
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """An opened model whose tensors are known to be there in the right shapes. Weights are read when asked for."""
+    """An opened model. Every tensor exists and has the right shape. Weights are read on demand."""
 
     source: GgufFile | HfFolder
 
@@ -28,7 +28,7 @@ class ModelFiles:
 
     @property
     def kind(self) -> Literal["gguf", "hf"]:
-        """What ``path`` is."""
+        """The kind of file at ``path``."""
         return self.source.kind
 
     @property
@@ -42,31 +42,31 @@ class ModelFiles:
         return self.source.metadata
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and weight of each of ``tensor_shapes(spec)``, in ``dtype``, in the file's order.
+        """Yield the name and weight of each of ``tensor_shapes(spec)``, in ``dtype``, in the file's order.
 
-        One at a time: whoever converts each as it comes never holds the model twice.
+        There is only one at a time, so that the model is not in memory twice.
 
         Raises:
-            ModelError: if a tensor can't be read.
+            ModelError: a tensor can't be read.
         """
         with _naming(self.path):
             yield from self.source.tensors(dtype)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One of them.
+        """One weight by its canonical name.
 
         Raises:
-            ModelError: if it can't be read.
+            ModelError: the tensor can't be read.
         """
         with _naming(self.path):
             return self.source.tensor(name, dtype)
 
     def stored_as(self, name: str) -> str:
-        """The type of a tensor in its file, as the file calls it."""
+        """The file's name for a tensor's type."""
         return self.source.stored_as(name)
 
     def groups(self, name: str) -> GroupedWeight | None:
-        """A weight that the file holds as integers in groups, exactly as it is; None if it is something else."""
+        """A weight that the file stores as integers in groups, unchanged; None for other types."""
         with _naming(self.path):
             return self.source.groups(name)
 
@@ -76,10 +76,10 @@ class ModelFiles:
 
 
 def open_model(path: Path) -> ModelFiles:
-    """Open a Hugging Face folder or a GGUF file and check that every tensor is there; reads no weights.
+    """Open a Hugging Face folder or a GGUF file and check that it has every tensor. No weights are read.
 
     Raises:
-        ModelError: naming the path, what is wrong with it and what to do.
+        ModelError: the files are broken or not supported. The message names the path and says what to do.
     """
     with _naming(path):
         if not path.exists():
@@ -101,14 +101,14 @@ def _check(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
     expected = tensor_shapes(spec)
     missing = [name for name in expected if name not in found]
     if missing:
-        hint = ", though its config says that the embedding is not the head" if missing == ["lm_head.weight"] else ""
+        hint = ", but the config says that the embedding is not tied" if missing == ["lm_head.weight"] else ""
         raise ModelError(f"tensor {_first(missing)} is missing{hint}; the model is incomplete")
     left_over = [name for name in found if name not in expected]
     if left_over:
-        raise ModelError(f"tensor {_first(left_over)} has no place in a {spec.family} model; it is not supported")
+        raise ModelError(f"tensor {_first(left_over)} does not belong to a {spec.family} model; it is not supported")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise ModelError(f"tensor {name} has shape {list(found[name])}, the model's settings say {list(shape)}")
+            raise ModelError(f"tensor {name} has shape {list(found[name])}, but the model's config says {list(shape)}")
 
 
 def _first(names: list[str]) -> str:

@@ -1,1 +1,1 @@
-"""What fits: devices, dtypes, and the memory plan."""
+"""Chooses the device and dtypes, and plans memory."""

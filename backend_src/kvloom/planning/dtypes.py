@@ -1,4 +1,4 @@
-"""What the settings ``weights`` and ``kv_dtype`` stand for on this machine, the device being chosen."""
+"""Resolves the settings ``weights`` and ``kv_dtype`` on this machine. The device must be chosen before."""
 
 import torch
 
@@ -9,16 +9,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes of activations and of plain weights."""
 
 CODECS = {name: PlainCodec(dtype) for name, dtype in DTYPES.items()}
-"""Dtypes of the cache, each with how it stores a block."""
+"""The cache's dtypes, each with the codec of its blocks."""
 
 
 def weights_name(settings: Settings) -> str:
-    """What the weights are: a name in ``DTYPES``, or int8, int4 or w8a8."""
+    """The form of the weights: a name in ``DTYPES``, or int8, int4 or w8a8."""
     return _native_name(settings) if settings.weights == "auto" else settings.weights
 
 
 def activations_name(settings: Settings) -> str:
-    """Name in ``DTYPES`` of the dtype of activations: that of plain weights, else the machine's own."""
+    """Name in ``DTYPES`` of the activations' dtype: that of the weights if they are plain, or else the native one."""
     name = weights_name(settings)
     return name if name in DTYPES else _native_name(settings)
 
@@ -26,11 +26,11 @@ def activations_name(settings: Settings) -> str:
 def _native_name(settings: Settings) -> str:
     if settings.device.startswith("cuda"):
         return "bf16"
-    # oneDNN also emulates bf16 on older CPUs, slower than fp32: ask for the instructions, not for support
+    # oneDNN emulates bf16 on older CPUs, slower than fp32. So ask for the instructions instead of for support
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "fp32"
 
 
 def cache_name(settings: Settings) -> str:
-    """Name in ``CODECS`` of the cache's dtype."""
+    """Name of the cache's dtype in ``CODECS``."""
     return activations_name(settings) if settings.kv_dtype == "auto" else settings.kv_dtype

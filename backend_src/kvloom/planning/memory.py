@@ -1,4 +1,4 @@
-"""How much memory is free for this process, and sizes as settings write them."""
+"""Measures the memory that this process can take, and parses and formats sizes."""
 
 import ctypes
 import re
@@ -16,14 +16,14 @@ _UNITS = {"B": 1} | {
 
 
 def size_bytes(text: str) -> int:
-    """Bytes that "512MiB", "1.5GB", "100B" or "0" stand for."""
+    """Parse a size like "512MiB", "1.5GB", "100B" or "0" to bytes."""
     match = re.fullmatch(r"([\d.]+)\s*(\S*)", text)
-    assert match, "Settings checks the form"
+    assert match, "Settings has not checked the form"
     return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
 def size_text(size: float) -> str:
-    """Bytes for people: "720 KiB", "1.4 MiB"."""
+    """Format bytes for people: "720 KiB", "1.4 MiB"."""
     power = 0
     while size >= 1000 and power < 4:
         size, power = size / 1024, power + 1
@@ -31,18 +31,18 @@ def size_text(size: float) -> str:
 
 
 def free_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process can still take: what the machine has available, or less where a container says so.
+    """Bytes that this process can still take: the machine's available memory, or less in a limited container.
 
     Args:
-        cgroups: where the control groups are mounted.
-        membership: the file that names this process's groups.
+        cgroups: the mount point of the control groups.
+        membership: the file that lists this process's control groups.
     """
     return min([psutil.virtual_memory().available, *_cgroup_rooms(cgroups, membership)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """File names of one version of the memory controller, and the lines of memory.stat that count page cache."""
+    """File names of one version of cgroup's memory controller, and the lines of memory.stat that count page cache."""
 
     limits: tuple[str, ...]
     usage: str
@@ -50,12 +50,12 @@ class _Version:
 
 
 _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-# above memory.high nothing is killed, but everything is slowed down until it is below again
+# Above memory.high the kernel kills nothing but slows all processes of the group down
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
 def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
-    """Bytes left below every limit that holds for this process: those of its groups and of the groups around them."""
+    """Bytes left below every limit of this process: the limits of its control groups and their parents."""
     if not membership.is_file():
         return
     for line in membership.read_text().splitlines():
@@ -66,7 +66,7 @@ def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
             version, base = _V1, root / "memory"
         else:
             continue
-        # inside a container the path may be the host's; its own group is then the root of the mount
+        # In a container the path may be the host's. Then the container's own group is the root of the mount
         folder = base.joinpath(*(part for part in Path(path).parts if part not in ("/", "..")))
         for group in (folder, *folder.parents):
             yield from _rooms(group, version)
@@ -77,12 +77,12 @@ def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
 def _rooms(group: Path, version: _Version) -> Iterator[int]:
     usage = group / version.usage
     for limit in (group / name for name in version.limits):
-        # the root group has no limit
+        # The root group has no limit
         if not (limit.is_file() and usage.is_file()):
             continue
         text = limit.read_text().strip()
         if text != "max":
-            # the kernel drops page cache, of the model's file for example, before it lets anything fail
+            # Page cache counts as free, because the kernel drops it before an allocation fails
             yield max(0, int(text) - max(0, int(usage.read_text()) - _page_cache(group, version)))
 
 
@@ -95,9 +95,9 @@ def _page_cache(group: Path, version: _Version) -> int:
 
 
 def give_back_freed() -> None:
-    """Let the system have what was freed and the C library keeps for later; does nothing where that is not glibc.
+    """Return freed memory that glibc keeps to the system. Does nothing with other C libraries.
 
-    Loading reads weights in forms that are let go of at once: 50 to 130 MiB of them would stay with the process.
+    Loading weights allocates and frees temporary tensors. 50 to 130 MiB of them would stay with the process.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

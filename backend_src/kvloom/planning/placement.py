@@ -1,4 +1,4 @@
-"""Which device a model runs on, and what is free there."""
+"""Chooses the model's device and measures its free memory."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from kvloom.errors import SettingsError
 from kvloom.planning.memory import free_memory
 
 OLDEST_GPU = (8, 0)
-"""Compute capability of the oldest NVIDIA GPU that has bf16 matrix instructions and asynchronous copies: A100."""
+"""The lowest supported compute capability, the A100's: it has bf16 matrix instructions and asynchronous copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Free:
     """Memory that this process can take, in bytes.
 
     Attributes:
-        device: where weights, cache and a step's tensors lie.
-        host: where swapped blocks lie; None: in the same memory.
+        device: memory for the weights, the cache and a step's tensors.
+        host: host memory for swapped blocks; None if it is the same memory.
     """
 
     device: int
@@ -27,10 +27,10 @@ class Free:
 
 
 def with_device(settings: Settings) -> Settings:
-    """The settings with ``device`` chosen: ``cpu`` or ``cuda:N``.
+    """Resolve the setting ``device`` to ``cpu`` or ``cuda:N``.
 
     Raises:
-        SettingsError: the GPU that is asked for can't be used; says why and what to do.
+        SettingsError: the GPU can't be used. The message says why and what to do.
     """
     name = settings.device
     if name == "auto":
@@ -46,7 +46,7 @@ def with_device(settings: Settings) -> Settings:
 
 
 def free_on(device: torch.device) -> Free:
-    """What is free for a server whose model runs on ``device``."""
+    """The free memory for a model on ``device``."""
     if device.type == "cpu":
         return Free(free_memory())
     return Free(torch.cuda.mem_get_info(device)[0], free_memory())
@@ -61,7 +61,7 @@ def _check_gpu(name: str) -> None:
         )
     count, index = torch.cuda.device_count(), int(name.removeprefix("cuda:"))
     if index >= count:
-        raise SettingsError(f"setting device={name!r}: there are {count} GPUs, cuda:0 to cuda:{count - 1}")
+        raise SettingsError(f"setting device={name!r}: there is no such GPU; choose from cuda:0 to cuda:{count - 1}")
     capability = torch.cuda.get_device_capability(index)
     if torch.version.hip is None and capability < OLDEST_GPU:
         raise SettingsError(

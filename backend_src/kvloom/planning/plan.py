@@ -1,4 +1,4 @@
-"""The memory planner: what weights, cache and a step take, and how many sequences fit into what is free."""
+"""Plans memory: the sizes of weights, cache and a step's tensors, and how many sequences fit."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from kvloom.planning.dtypes import CODECS, DTYPES, activations_name, cache_name,
 from kvloom.planning.memory import size_bytes, size_text
 
 HEADROOM_SHARE = 0.1
-"""Share of the free memory that an automatic pool leaves alone."""
+"""Share of the free memory that an automatic block pool leaves free."""
 
 LEAST_HEADROOM = 192 * 2**20
-"""Bytes it leaves alone at least: with the default model the tokenizer, the imports that it brings and what the
-allocator keeps come to 55 to 75 MiB."""
+"""Bytes that it leaves free at least. With the default model the tokenizer, its imports and memory kept by the
+allocator need 55 to 75 MiB of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory of one server goes. Sizes are in bytes.
+    """The memory plan of one server. Sizes are in bytes.
 
     Attributes:
-        free: what the process can take before anything is loaded; on a GPU, of the GPU's memory.
-        host_free: what it can take of the host's memory, where that is another: for the swap pool.
-        weights: loaded weights, as they are kept.
-        products: what the compiled products take; on a GPU, what CUDA graphs keep.
-        step: a step's tensors at their peak, and what threads keep from step to step.
-        headroom: what an automatic pool leaves alone.
-        weights_dtype: what the weights are: fp32, bf16, int8, int4 or w8a8.
+        free: free memory before anything is loaded; on a GPU, the GPU's.
+        host_free: free host memory for the swap pool; None if it is the same memory.
+        weights: the loaded weights.
+        products: products compiled at run time; on a GPU, the memory of CUDA graphs.
+        step: the tensors of a step at their peak, and the threads' scratch memory.
+        headroom: memory that an automatic block pool leaves free.
+        weights_dtype: the form of the weights: fp32, bf16, int8, int4 or w8a8.
         kv_dtype: name of the cache's dtype.
-        block_size: tokens in a block.
+        block_size: tokens per block.
         block_bytes: size of a block.
-        blocks: blocks of the pool.
-        swap_blocks: blocks in host memory for sequences that are swapped out.
-        retain_blocks: maximum number of blocks of the pool that may be kept for prompts which ask for it.
+        blocks: number of blocks in the pool.
+        swap_blocks: number of blocks in host memory, for swapped sequences.
+        retain_blocks: maximum number of blocks that may be retained.
         context_length: longest sequence in tokens.
         max_running: maximum number of sequences in a step.
     """
@@ -60,12 +60,12 @@ class MemoryPlan:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that a token takes in a full block."""
+        """Bytes per token in a full block."""
         return self.block_bytes / self.block_size
 
     @property
     def pool(self) -> int:
-        """Bytes of the pool."""
+        """Bytes of the block pool."""
         return self.blocks * self.block_bytes
 
     @property
@@ -75,12 +75,12 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Free bytes that nothing is planned for, headroom included; below 0 where a chosen pool is too large."""
+        """Unplanned free bytes, including the headroom. Negative if the settings ask for too large a pool."""
         swap = self.swap if self.host_free is None else 0
         return self.free - self.weights - self.products - self.step - self.pool - swap
 
     def sequences(self, length: int) -> int:
-        """How many sequences of ``length`` tokens, answer included, the pool holds at once."""
+        """How many sequences of ``length`` tokens, prompt and answer together, fit into the pool at once."""
         return self.blocks // blocks_for(length, self.block_size)
 
 
@@ -89,12 +89,12 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
 
     Args:
         spec: the model's shape.
-        settings: the server's settings, the device being chosen.
-        free: bytes that the process can take where the model runs, nothing being loaded yet.
-        host_free: bytes that it can take of the host's memory; None where that is the same memory.
+        settings: the server's settings, with the device chosen.
+        free: free bytes on the model's device before anything is loaded.
+        host_free: free bytes of host memory; None if it is the same memory.
 
     Raises:
-        SettingsError: a setting does not fit the model or the memory; says what to do.
+        SettingsError: a setting does not fit the model or the memory. The message says what to do.
     """
     context = settings.context_length or spec.context_length
     if context > spec.context_length:
@@ -102,7 +102,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     dtype, codec = DTYPES[activations_name(settings)], CODECS[cache_name(settings)]
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     block_bytes = codec.block_bytes(geometry)
-    # each running sequence computes at least one token in every step
+    # Each running sequence computes at least one token in every step
     max_running = min(settings.max_running, settings.max_batch_tokens)
     on_gpu = settings.device.startswith("cuda")
     sizes = gpu_footprint if on_gpu else footprint
@@ -121,7 +121,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         )
 
     def step(blocks: int) -> int:
-        # no sequence outgrows the pool
+        # A sequence can't be longer than the pool
         longest = min(context, blocks * settings.block_size)
         tokens = settings.max_batch_tokens
         return scratch + sizes.step_bytes(spec, kind, dtype, codec.dtype.itemsize, tokens, max_running, longest)
@@ -135,7 +135,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
         blocks = bisect_right(range(max_blocks + 1), room, key=lambda n: n * block_bytes + step(n)) - 1
         if blocks < 1:
             raise SettingsError(
-                f"setting kv_memory='auto': not one block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
+                f"setting kv_memory='auto': no block of {size_text(block_bytes)} fits. Of {size_text(free)} free, "
                 f"weights take {size_text(weights)}, compiled products {size_text(products)}, "
                 f"a step {size_text(step(1))}, swap_memory {size_text(swap_here)}, headroom {size_text(headroom)}: "
                 "free memory, lower swap_memory, max_batch_tokens or max_running, "
@@ -161,7 +161,7 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
 
 
 def _chosen_blocks(settings: Settings, free: int, block_bytes: int) -> int:
-    """Blocks of a pool whose size is set."""
+    """The number of blocks if the settings give the pool's size."""
     if settings.kv_blocks:
         name, size = f"kv_blocks={settings.kv_blocks}", settings.kv_blocks * block_bytes
     else:
@@ -169,9 +169,9 @@ def _chosen_blocks(settings: Settings, free: int, block_bytes: int) -> int:
         name = f"kv_memory={text!r}"
         size = int(float(text[:-1]) / 100 * free) if text.endswith("%") else size_bytes(text)
     if size > free:
-        raise SettingsError(f"setting {name}: takes {size_text(size)}, only {size_text(free)} is free")
+        raise SettingsError(f"setting {name}: takes {size_text(size)}, but only {size_text(free)} is free; lower it")
     if size < block_bytes:
-        raise SettingsError(f"setting {name}: takes {size_text(size)}, one block takes {size_text(block_bytes)}")
+        raise SettingsError(f"setting {name}: is {size_text(size)}, but one block takes {size_text(block_bytes)}")
     return size // block_bytes
 
 
@@ -184,11 +184,11 @@ def _check_swap(settings: Settings, free: int, size: int) -> None:
 
 
 def _retain_blocks(settings: Settings, block_bytes: int, blocks: int) -> int:
-    """Most blocks that may be retained: some of the pool must be left for everyone else."""
+    """The most blocks that may be retained. Some of the pool must be left for other requests."""
     retained = size_bytes(settings.retain_memory) // block_bytes
     if retained >= blocks:
         raise SettingsError(
-            f"setting retain_memory={settings.retain_memory!r}: is the whole block pool of "
+            f"setting retain_memory={settings.retain_memory!r}: leaves nothing of the block pool of "
             f"{size_text(blocks * block_bytes)}; lower it or raise kv_memory"
         )
     return retained

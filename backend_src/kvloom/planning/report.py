@@ -1,4 +1,4 @@
-"""What ``kvloom plan`` says: one server's memory with every cache dtype, as a table or as plain values."""
+"""The output of ``kvloom plan``: a server's memory with every cache dtype, as a table or as plain values."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,21 +14,21 @@ from kvloom.planning.memory import size_text
 from kvloom.planning.plan import MemoryPlan, plan_memory
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
-"""Tokens of the sequences that are counted, as far as the context reaches; its own length comes last."""
+"""Sequence lengths to show, as far as the context allows. The context length comes last."""
 
 POLICY = "full"
-"""The one cache policy there is: nothing is evicted from a sequence."""
+"""The only cache policy: no block of a sequence is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Plans to choose among.
+    """Memory plans for each cache dtype.
 
     Attributes:
         model: path of the model.
-        served: the plan of the settings as they are.
-        plans: cache dtype to its plan, the served one among them, or to why it can't be.
-        lengths: tokens of the sequences to count.
+        served: the plan for the given settings.
+        plans: by cache dtype: its plan, or the reason why there is none. ``served`` is one of them.
+        lengths: sequence lengths to show, in tokens.
     """
 
     model: str
@@ -37,7 +37,7 @@ class PlanReport:
     lengths: tuple[int, ...]
 
     def values(self) -> dict[str, Any]:
-        """The report for programs; sizes in bytes."""
+        """The report for programs. Sizes are in bytes."""
         return {
             "model": self.model,
             "kv_dtype": self.served.kv_dtype,
@@ -62,7 +62,7 @@ class PlanReport:
         console.print(self.model, soft_wrap=True)
         console.print(Group(self._memory(), "", self._caches()))
         if self.served.left < 0:
-            console.print(f"Too large: with all blocks in use, {size_text(-self.served.left)} more than is free.")
+            console.print(f"Too large: all blocks in use need {size_text(-self.served.left)} more than is free.")
 
     def _memory(self) -> Table:
         plan = self.served
@@ -85,9 +85,9 @@ class PlanReport:
 
     def _caches(self) -> Table:
         table = Table(
-            title="the cache, and how many sequences of so many tokens it holds",
+            title="the cache, and how many sequences of each length it holds",
             title_justify="left",
-            caption=f"* what these settings serve, at most {self.served.max_running:,} sequences at a time",
+            caption=f"* with these settings; at most {self.served.max_running:,} sequences run at a time",
             caption_justify="left",
         )
         for name in ("cache", "policy"):
@@ -120,15 +120,15 @@ def report(
     lengths: tuple[int, ...] = (),
     host_free: int | None = None,
 ) -> PlanReport:
-    """Plan with the settings as they are, and with every other cache dtype.
+    """Plan memory for the given settings and for every other cache dtype.
 
     Args:
         model: the model's path, to be shown.
         spec: the model's shape.
-        settings: the server's settings, the device being chosen.
-        free: bytes that the server can take where the model runs.
-        lengths: tokens of the sequences to count; by default some usual ones and the context length.
-        host_free: as of ``plan_memory``.
+        settings: the server's settings, with the device chosen.
+        free: free bytes on the model's device.
+        lengths: sequence lengths to show; by default some usual ones and the context length.
+        host_free: see ``plan_memory``.
 
     Raises:
         SettingsError: the settings do not fit the model or the memory, or a length exceeds the context.

@@ -1,1 +1,1 @@
-"""Which tokens of which sequence run in a step, and what those keep who do not run. No tensors."""
+"""Chooses the tokens of each step, admits and preempts sequences, offloads idle KV states. No tensors."""

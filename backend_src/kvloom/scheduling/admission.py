@@ -1,4 +1,4 @@
-"""What the engine takes: what is refused for ever, and what just now."""
+"""Checks requests against the engine's limits. Some can never be served, others not at the moment."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from kvloom.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine takes.
+    """The engine's limits.
 
     Attributes:
-        context_length: longest sequence, prompt and answer, in tokens.
-        vocab_size: ids that the model has an embedding for.
-        max_queue: maximum number of requests waiting, beside those that may run at once.
+        context_length: longest sequence, prompt and answer together, in tokens.
+        vocab_size: number of rows of the model's embedding.
+        max_queue: maximum number of waiting requests. Requests that can start at once don't count.
         kv_dtype: name of the cache's dtype, for usage.
-        queue_timeout_s: longest wait for the first step; 0: for ever.
-        max_conversations: maximum number of conversations, without those of one turn.
-        conversation_idle_s: how long a conversation may be idle; 0: for ever.
-        fail_after_tokens: requests whose id begins with ``test-fail`` fail after so many tokens; 0 is off.
+        queue_timeout_s: longest wait for the first step; 0 means no limit.
+        max_conversations: maximum number of conversations. Those of a single turn don't count.
+        conversation_idle_s: how long a conversation may be idle; 0 means no limit.
+        fail_after_tokens: for tests: requests with an id that begins with ``test-fail`` fail after this many tokens.
+            0 is off.
     """
 
     context_length: int
@@ -34,10 +35,10 @@ class EngineLimits:
     fail_after_tokens: int = 0
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of so many tokens that does not fit.
+        """Refuse a prompt of ``tokens`` tokens if it does not fit the context.
 
         Raises:
-            InvalidArgument: it is longer than the context, less a token for the answer.
+            InvalidArgument: the prompt leaves no room for a token of the answer.
         """
         if tokens > self.context_length - 1:
             raise InvalidArgument(
@@ -47,12 +48,12 @@ class EngineLimits:
 
 
 class Admission:
-    """Says of a request whether it can be served. Changes nothing.
+    """Checks whether a request can be served. Changes nothing.
 
     Args:
-        limits: of the engine.
-        cache: which has to hold it.
-        scheduler: where it would wait.
+        limits: the engine's limits.
+        cache: the device's block pool.
+        scheduler: the scheduler, which holds the queue.
     """
 
     def __init__(self, limits: EngineLimits, cache: BlockCache, scheduler: Scheduler):
@@ -61,25 +62,26 @@ class Admission:
         self._scheduler = scheduler
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served. Reads nothing that changes, so any thread may ask.
+        """Refuse a request that can never be served. Reads only constants, so any thread may call it.
 
         Raises:
-            InvalidArgument: of the prompt, see ``check_prompt``; or so much is never retained.
+            InvalidArgument: the prompt can't be served, see ``check_prompt``; or it can't be retained.
         """
         self.check_prompt(request.prompt_ids)
         if not request.retain_s:
             return
         blocks, limit = len(request.prompt_ids) // self._cache.block_size, self._cache.retain_limit
         if not limit:
-            raise InvalidArgument("kv.retain_s", "this server retains nothing; its setting retain_memory is off")
+            raise InvalidArgument("kv.retain_s", "this server retains nothing, because its setting retain_memory is 0")
         if blocks > limit:
             raise InvalidArgument("kv.retain_s", f"the prompt fills {blocks} blocks; retain_memory holds {limit}")
 
     def check_prompt(self, ids: Collection[int]) -> None:
-        """Refuse a prompt, with the conversation before it, that can never be served.
+        """Refuse a prompt that can never be served. ``ids`` include the conversation before it.
 
         Raises:
-            InvalidArgument: it is empty, does not fit the context or the pool, or has a token that the model lacks.
+            InvalidArgument: the prompt is empty, does not fit the context or the block pool, or has a token without an
+                embedding.
         """
         tokens = len(ids)
         if tokens == 0:
@@ -88,7 +90,7 @@ class Admission:
         capacity = self._cache.total * self._cache.block_size
         if tokens > capacity:
             raise InvalidArgument("prompt", f"has {tokens} tokens; the whole KV cache holds {capacity}")
-        # a tokenizer may have more tokens than the model's embedding has rows
+        # A tokenizer may have more tokens than the model's embedding has rows
         largest = max(ids)
         if largest >= self._limits.vocab_size:
             raise InvalidArgument(
@@ -96,24 +98,24 @@ class Admission:
             )
 
     def queue_refusal(self, also_waiting: int) -> Unavailable | None:
-        """Why no request can be taken just now; ``also_waiting`` wait outside of the scheduler."""
-        # a burst arrives between two steps: those that the next one lets in do not count as waiting
+        """The error for a new request if the queue is full. ``also_waiting`` requests wait outside of the scheduler."""
+        # A burst arrives between two steps: requests that the next step admits don't count as waiting
         if len(self._scheduler.waiting) + also_waiting >= self._limits.max_queue + self._scheduler.free_places:
             return Unavailable(f"queue full: {self._limits.max_queue} requests are waiting")
         return None
 
     def retain_refusal(self, sequence: Sequence) -> Unavailable | None:
-        """Why the prompt can't be retained just now.
+        """The error for a prompt that can't be pinned at the moment, because retain_memory is full.
 
-        It is asked for a conversation's first turn. What a later one adds is retained as far as there is room: it goes
-        on with what the first one was granted, and its answer does not depend on it.
+        It is for a conversation's first turn. Later turns are never refused for this: their blocks are retained if
+        there is room.
         """
         if sequence.request.retain_s:
             pinned, blocks = self._cache.pinned(), len(sequence.tokens) // self._cache.block_size
             new = blocks - self._cache.pinned_of(sequence.namespace, sequence.tokens)
             if pinned + new > self._cache.retain_limit:
                 return Unavailable(
-                    f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, the prompt fills "
-                    f"{new} others; unpin all with the control op flush"
+                    f"retain_memory full: {pinned} of {self._cache.retain_limit} blocks are pinned, and the prompt "
+                    f"needs {new} more; unpin all with the control op flush"
                 )
         return None

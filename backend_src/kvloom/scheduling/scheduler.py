@@ -1,7 +1,7 @@
-"""Which tokens of which sequence run in this step. No tensors, no phases.
+"""Chooses the tokens that each step computes. No tensors, no phases.
 
-A sequence knows more tokens than it has computed; a step computes some of the difference. Prefill in chunks, prefixes
-that were found, resumed and recomputed sequences and decoding are all that one rule.
+A sequence knows more tokens than it has computed, and a step computes some of the difference. This one rule covers
+chunked prefill, prefix cache hits, resumed and recomputed sequences, and decoding.
 """
 
 import bisect
@@ -20,26 +20,27 @@ AGEING_S = 5.0
 
 
 class Scheduler:
-    """Owns who waits, who runs and who has which blocks.
+    """Manages waiting and running sequences and their blocks.
 
-    What a conversation keeps between two turns is in the care of ``Offloader``, also while a turn that goes on with it
-    waits. It gives way to everybody who runs or is about to.
+    ``Offloader`` keeps a conversation's KV state between two turns and while the next turn waits. Sequences that run
+    or start may take its blocks.
 
-    Sequences are ranked by arrival, AGEING_S earlier for each level of priority: so a waiting one gains a level in that
-    time, and ranks never change. The first rank is let in first, the last one gives its blocks away first.
+    Sequences are ranked by arrival time, which counts as AGEING_S earlier per level of priority. So a waiting sequence
+    gains a level every AGEING_S, and ranks never change. The first in rank is admitted first, and the last in rank is
+    preempted first.
 
     Args:
-        cache: where blocks come from.
-        host: where the content of blocks is kept for those who gave them away; an empty pool: nowhere.
-        costs: what giving blocks away costs.
+        cache: the device's block pool.
+        host: the host's block pool, for swapped blocks. It may be empty.
+        costs: what preemption costs.
         max_running: maximum number of sequences in a step.
-        max_batch_tokens: maximum number of tokens in a step; bounds the running sequences too.
+        max_batch_tokens: maximum number of tokens in a step. It also limits the running sequences.
 
     Attributes:
-        swaps: preemptions whose blocks were copied to the host.
-        recomputes: preemptions whose blocks were dropped.
-        prefix_queried: prompt tokens that were looked for in the cache.
-        prefix_hit: those that were found.
+        swaps: number of preemptions by swapping.
+        recomputes: number of preemptions by recomputation.
+        prefix_queried: prompt tokens that were looked up in the prefix cache.
+        prefix_hit: prompt tokens that were found there.
     """
 
     def __init__(self, cache: BlockCache, host: BlockPool, costs: Costs, max_running: int, max_batch_tokens: int):
@@ -52,21 +53,21 @@ class Scheduler:
         self._cache = cache
         self._host = host
         self._offloader = Offloader(cache, host, costs)
-        # every running sequence decodes in every step, so that none is starved
+        # Every running sequence decodes in every step, so that none starves
         self._max_running = min(max_running, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._arrivals = itertools.count()
-        # what was found of whom, when there were not enough blocks for the rest
+        # The last prefix lookup for a sequence that could not be admitted, to be continued in the next step
         self._found_for: Sequence | None = None
         self._found = Found([], None)
 
     @property
     def free_places(self) -> int:
-        """How many more sequences may run at once, if there are blocks for them."""
+        """How many more sequences may run, if there are enough blocks."""
         return self._max_running - len(self.running)
 
     def add(self, sequence: Sequence, held: KvState | None = None) -> None:
-        """Let a new sequence wait for its turn; it goes on with what was ``held`` of its first tokens."""
+        """Queue a new sequence. It takes over the KV state ``held`` of its first tokens."""
         request = sequence.request
         sequence.rank = (request.arrival - AGEING_S * request.priority, next(self._arrivals))
         if held is not None:
@@ -76,12 +77,12 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, running or waiting, and free what it holds."""
+        """Remove a running or waiting sequence and free its blocks."""
         self._take_out(sequence)
         self._offloader.release(sequence)
 
     def park(self, sequence: Sequence) -> KvState:
-        """Take a sequence out, and keep what is computed of it until ``add`` or ``discard`` gets what is returned."""
+        """Remove a sequence but keep its KV state. Pass the result to ``add`` or ``discard`` later."""
         self._take_out(sequence)
         self._offloader.leave(sequence)
         held = KvState()
@@ -90,20 +91,20 @@ class Scheduler:
         return held
 
     def shorten(self, held: KvState, tokens: int) -> None:
-        """Keep no more than the first ``tokens`` tokens of what was parked."""
+        """Keep no more than the first ``tokens`` tokens of a parked KV state."""
         self._offloader.shorten(held, tokens)
 
     def discard(self, held: KvState) -> None:
-        """Free what was parked."""
+        """Free a parked KV state."""
         self._offloader.release(held)
 
     def plan(self) -> StepPlan:
-        """Choose the next step: running sequences first, then admissions, within the token budget."""
+        """Plan the next step within the token budget: running sequences first, then admissions."""
         self._cache.begin(time.monotonic())
         plan = StepPlan()
         self._make_room(plan)
         budget = self._max_batch_tokens
-        # decodes before prefill chunks, so that a long prompt never holds up running streams
+        # Decodes come before prefill chunks, so that a long prompt never delays running streams
         for sequence in sorted(self.running, key=lambda running: running.pending > 1):
             self.prefix_hit += self._hit(sequence, self._cache.follow(sequence))
             budget -= self._slice(plan, sequence, budget)
@@ -118,9 +119,9 @@ class Scheduler:
         return plan
 
     def abandon(self, plan: StepPlan) -> None:
-        """Undo what the last plan promised, because its step failed; who runs is in its slices, and to be removed."""
+        """Undo the last plan, because its step failed. The caller has to remove the sequences in its slices."""
         self._cache.drop_fresh()
-        # the copies may be what failed
+        # The swap copies may have failed
         copied = {block for _, block in plan.swap_out}
         self._offloader.forget_copies(copied)
         for sequence in self.waiting:
@@ -129,7 +130,7 @@ class Scheduler:
                 sequence.swapped = 0
 
     def check_in_parts(self) -> Iterator[None]:
-        """Assert the invariants of both pools; O(blocks), with pauses as ``BlockCache.check_in_parts``."""
+        """Assert the invariants of both pools. O(blocks), with pauses like ``BlockCache.check_in_parts``."""
         kept = self._offloader.check(self.running)
         preempted = set(self.waiting) - set(kept)
         yield from self._cache.check_in_parts(kv_state.blocks for kv_state in [*self.running, *kept])
@@ -138,9 +139,9 @@ class Scheduler:
         assert all(not sequence.host_blocks for sequence in self.running), "a running sequence has host blocks"
 
     def _take_out(self, sequence: Sequence) -> None:
-        """The one place where a sequence leaves."""
+        """Take a running or waiting sequence out. No other method does that."""
         if sequence is self._found_for:
-            # nobody else would let go of it
+            # This reference would keep the sequence in memory
             self._found_for = None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -148,14 +149,14 @@ class Scheduler:
             self.running.remove(sequence)
         request = sequence.request
         if request.retain_s and sequence.blocks:
-            # the prompt's last block, too, where an earlier request computed and hashed it
+            # This also covers the prompt's last block if an earlier request has hashed it
             self._cache.follow(sequence)
             hashed = min(sequence.hashed, len(request.prompt_ids) // self._cache.block_size)
             until = float("inf") if request.retain_s < 0 else time.monotonic() + request.retain_s
             self._cache.retain(sequence.blocks[:hashed], until)
 
     def _slice(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """Plan as many of a sequence's tokens as ``budget`` allows; returns how many."""
+        """Plan as many of a sequence's tokens as ``budget`` allows. Returns how many."""
         count = min(sequence.pending, budget)
         if count:
             plan.slices.append(Slice(sequence, sequence.computed, count))
@@ -163,7 +164,10 @@ class Scheduler:
         return count
 
     def _make_room(self, plan: StepPlan) -> None:
-        """Give every running sequence blocks for its known tokens; conversations, then the last ranks give way."""
+        """Allocate blocks for all known tokens of the running sequences.
+
+        If blocks are short, idle conversations are offloaded first, then the last sequences in rank are preempted.
+        """
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -175,10 +179,10 @@ class Scheduler:
                 self._preempt(plan, self.running[-1])
             else:
                 had_retained = self._cache.stop_retaining()
-                assert had_retained, "a sequence ends before it outgrows the whole pool"
+                assert had_retained, "a sequence has outgrown the whole block pool"
 
     def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it waits, and goes on from a copy on the host or from the tokens it knows."""
+        """Preempt a sequence. It waits and later resumes from the host's copy, or recomputes its tokens."""
         if self._offloader.move_out(plan, sequence):
             self.swaps += 1
             self._wait_again(sequence)
@@ -197,13 +201,14 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _fills_its_blocks(self, sequence: Sequence) -> bool:
-        """Whether a running sequence's next token needs another block."""
+        """Whether the next token of a running sequence needs another block."""
         return len(sequence.tokens) == len(sequence.blocks) * self._cache.block_size
 
     def _admit(self, plan: StepPlan, reserve: int) -> Sequence | None:
-        """Let the first in rank run, if there are blocks for all its known tokens; nobody overtakes it.
+        """Admit the first sequence in rank if there are blocks for all its known tokens. No other overtakes it.
 
-        ``reserve`` blocks are left for those who run: what is let in must not be what is thrown out in the next step.
+        ``reserve`` blocks stay available for running sequences, so that a new sequence is not preempted in the next
+        step.
         """
         sequence = self.waiting.first()
         if sequence is None:
@@ -227,13 +232,13 @@ class Scheduler:
         return sequence
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """The blocks that can be found of the first in rank, who may have waited here for many steps."""
+        """Look up the prefix of the first sequence in rank. If it has waited for many steps, the lookup continues."""
         before = self._found if sequence is self._found_for else None
         self._found_for, self._found = sequence, self._cache.find(sequence.namespace, sequence.tokens, before)
         return self._found.blocks
 
     def _get_blocks(self, plan: StepPlan, sequence: Sequence, found: list[int], reserve: int) -> bool:
-        """Give a sequence that is to run blocks for its known tokens; False: there are not enough."""
+        """Allocate blocks for the known tokens of a sequence to admit. Returns False if there are not enough."""
 
         def get() -> bool:
             if sequence.blocks:
@@ -252,7 +257,7 @@ class Scheduler:
         return True
 
     def _hit(self, sequence: Sequence, tokens: int) -> int:
-        """Count prompt tokens that were found; a sequence that finds its own again after preemption hits nothing."""
+        """Count prompt tokens that were found in the prefix cache. After a preemption nothing counts."""
         if sequence.preemptions:
             return 0
         tokens = min(tokens, len(sequence.request.prompt_ids) - sequence.cached)

@@ -1,4 +1,4 @@
-"""Who waits, in the order of their turns."""
+"""The queue of waiting sequences."""
 
 import heapq
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from kvloom.request import Sequence
 
 
 class Waiting:
-    """Sequences by rank. Adding and taking cost O(log n), removing O(1) on average: who left is skipped in its turn."""
+    """A priority queue by rank. Adding and taking cost O(log n). Removing costs O(1) on average, as it is lazy."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], Sequence]] = []
@@ -23,18 +23,18 @@ class Waiting:
         return iter(self._members)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait; its rank must not change meanwhile, and no other has it."""
+        """Add a sequence. Its rank must be unique and must not change while it waits."""
         heapq.heappush(self._heap, (sequence.rank, sequence))
         self._members.add(sequence)
 
     def first(self) -> Sequence | None:
-        """Whose turn is next."""
+        """The first sequence in rank; None if no sequence waits."""
         while self._heap and self._heap[0][1] not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def take(self) -> Sequence:
-        """Take out whose turn is next; somebody waits."""
+        """Remove and return the first sequence in rank. The queue must not be empty."""
         sequence = self.first()
         assert sequence is not None
         heapq.heappop(self._heap)
@@ -42,9 +42,9 @@ class Waiting:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out for good."""
+        """Remove a sequence."""
         self._members.remove(sequence)
-        # whose turn is far off would be kept in memory until then
+        # The heap would keep removed sequences in memory until they come first
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]
             heapq.heapify(self._heap)

@@ -1,1 +1,1 @@
-"""Prompts and chats to token ids, ids to text."""
+"""Turns prompts and chats into token ids, and token ids into text."""

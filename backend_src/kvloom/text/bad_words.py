@@ -1,4 +1,4 @@
-"""What ``bad_words`` forbids, in tokens. Plain Python: computed once for a request, looked up in every step."""
+"""Turns ``bad_words`` into forbidden tokens. Computed once per request, looked up in every step."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,12 @@ from kvloom.text.tokenizer import Tokenizer
 
 
 def banned_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> Banned:
-    """The tokens that would complete a word, by the tokens that come before.
+    """The last token of each word's tokenization, keyed by the tokens before it.
 
-    As in vLLM, a word is tokenized with and without a space before it. Other ways to spell it in tokens stay possible.
+    As in vLLM, a word is tokenized with and without a leading space. Other tokenizations of it are not forbidden.
 
     Raises:
-        InvalidArgument: a word holds half of a surrogate pair.
+        InvalidArgument: a word contains half of a surrogate pair.
     """
     forms = set()
     for word in words:

@@ -1,4 +1,4 @@
-"""Chat messages: reading them from a request and writing them out with the model's chat template."""
+"""Chat messages: parse them from a request and render them with the model's chat template."""
 
 import json
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ from kvloom.errors import InvalidArgument
 
 Message = dict[str, Any]
 
-# What code in a template raises when it meets a message it was not written for, besides Jinja's own errors
+# A template can raise these, besides Jinja's own errors, when it does not expect a message
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 ESCAPED, OTHER_KEYS = 6, 2**20
-"""The most characters that JSON takes for one, and those that are granted to what no template may write out."""
+r"""JSON needs at most 6 characters for one (``\u0041``). 2**20 characters are allowed for keys no template renders."""
 
 
 def parse_messages(text: str, max_characters: int | None = None) -> list[Message]:
     """Read the ``messages`` input: a JSON list of objects with a role and a content.
 
-    Other keys of a message are left for the template.
+    The template gets a message's other keys unchanged.
 
     Args:
         text: the JSON.
-        max_characters: that a chat may have. What is certain to have more is refused without being parsed, which
-            holds up everybody else.
+        max_characters: the most characters a chat may have. A text that must exceed them is refused unparsed, since
+            parsing holds Python's lock and so delays all other requests.
 
     Raises:
-        InvalidArgument: too long, not JSON, an empty list, or a message without a string role and content; says which.
+        InvalidArgument: the text is too long, not JSON, or an empty list; or a message has no string role or content.
     """
     if max_characters is not None and len(text) > ESCAPED * max_characters + OTHER_KEYS:
         raise InvalidArgument("messages", f"have {len(text)} characters; a chat that fits the context has fewer")
@@ -41,7 +41,7 @@ def parse_messages(text: str, max_characters: int | None = None) -> list[Message
     try:
         json.dumps(messages, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument("messages", "hold half of a surrogate pair; send valid Unicode") from error
+        raise InvalidArgument("messages", "contain half of a surrogate pair; send valid Unicode") from error
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", 'must be a non-empty JSON list like [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):
@@ -54,10 +54,10 @@ def parse_messages(text: str, max_characters: int | None = None) -> list[Message
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], answer: bool = True) -> str:
-    """Write messages out with the model's chat template; with ``answer``, up to where the assistant's begins.
+    """Render messages with the model's chat template; ``answer`` adds the generation prompt.
 
     Raises:
-        InvalidArgument: the model has no template, or the template refuses these messages, in the template's words.
+        InvalidArgument: the model has no template, or the template refuses these messages. Quotes the template's error.
     """
     if not tokenizer.chat_template:
         raise InvalidArgument("messages", "this model has no chat template; send text_input instead")

@@ -1,7 +1,7 @@
-"""Token ids to text, one token at a time: the joined texts equal one whole decode of the ids, special tokens skipped.
+"""Decodes token ids to text, one token at a time. The joined texts equal one decode of all ids.
 
-Each kind of decoder in a ``tokenizers.Tokenizer`` that streams has its own small class here; a decoder that is not one
-of them is refused when the model is loaded, never approximated.
+There is one small class for each supported decoder of ``tokenizers.Tokenizer``. Loading a model with any other decoder
+fails: no decoder is approximated.
 """
 
 import codecs
@@ -19,25 +19,25 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """The text of one answer, as its tokens come."""
+    """Decodes one answer token by token."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is certain now (whole characters only)."""
+        """Take the next token. Return the text that can no longer change (whole characters only)."""
         ...
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the answer: bytes that never became a character as U+FFFD."""
+        """End the answer and return the text still held back. Incomplete characters become U+FFFD."""
         ...
 
 
 def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
-    """Prepare the tables of a tokenizer's decoder once.
+    """Prepare a tokenizer's decoding tables once.
 
     Returns:
-        Makes one detokenizer per answer, from whether special tokens are skipped.
+        A function that makes the detokenizer of one answer. Its argument says whether special tokens are skipped.
 
     Raises:
-        ModelError: the tokenizer's decoder is of a kind that can't be streamed exactly.
+        ModelError: the tokenizer's decoder can't be streamed exactly.
     """
     tables = {skip_special: _spellings(backend, skip_special) for skip_special in (True, False)}
     decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
@@ -62,10 +62,10 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
 
 
 class ByteLevelDetokenizer:
-    """Byte-level BPE: a token is some bytes, the text is their UTF-8, undecodable bytes replaced.
+    """Byte-level BPE: a token is a few bytes, and the text is the UTF-8 decoding of all bytes.
 
-    Python's incremental decoder replaces each maximal ill-formed part by one U+FFFD, as Unicode recommends (Unicode 16,
-    section 3.9) and Rust's lossy decoding in ``tokenizers`` does, and holds back a part that may still become whole.
+    Python's incremental decoder replaces each maximal ill-formed part by one U+FFFD. Unicode recommends that (Unicode
+    16, section 3.9), and ``tokenizers`` does the same in Rust. It holds back a character whose bytes are incomplete.
     """
 
     __slots__ = ("_pieces", "_utf8")
@@ -85,10 +85,10 @@ class ByteLevelDetokenizer:
 
 
 class SentencePieceDetokenizer:
-    """SentencePiece with byte fallback: a token is text, or one byte of a character that the vocabulary lacks.
+    """SentencePiece with byte fallback: a token is text, or one byte of a character that is not in the vocabulary.
 
-    A run of byte tokens is all valid UTF-8 or becomes one U+FFFD per byte (that is how ``tokenizers`` decodes it), so
-    nothing of a run is certain before it ends.
+    As in ``tokenizers``, a run of byte tokens that is not valid UTF-8 as a whole becomes one U+FFFD per byte. So a
+    run's text is held back until the run ends.
     """
 
     __slots__ = ("_pieces", "_run", "_strip")
@@ -101,7 +101,7 @@ class SentencePieceDetokenizer:
     def push(self, token_id: int) -> str:
         """See :class:`Detokenizer`."""
         piece = self._pieces[token_id] if token_id < len(self._pieces) else None
-        if piece is None:  # skipped before decoding, so it does not end a run either
+        if piece is None:  # ``tokenizers`` drops such tokens before decoding, so they don't end a run
             return ""
         if isinstance(piece, int):
             self._run.append(piece)
@@ -144,7 +144,7 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _spellings(backend: Backend, skip_special: bool) -> list[str | None]:
-    """Spelling of every id; None for gaps and, unless they are wanted, special tokens."""
+    """The spelling of every id. None for unused ids and, with ``skip_special``, for special tokens."""
     added = backend.get_added_tokens_decoder().values() if skip_special else ()
     special = {token.content for token in added if token.special}
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -156,7 +156,7 @@ def _spellings(backend: Backend, skip_special: bool) -> list[str | None]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable spelling of bytes (``bytes_to_unicode`` in openai/gpt-2's encoder.py), reversed."""
+    """The byte for each of GPT-2's printable characters: the inverse of ``bytes_to_unicode`` in GPT-2's encoder.py."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -168,7 +168,7 @@ _BYTE_OF = _byte_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # an added token spelled as plain text: it stands for itself, as in ``tokenizers``
+    except KeyError:  # as in ``tokenizers``, an added token may be spelled as plain text
         return token.encode()
 
 

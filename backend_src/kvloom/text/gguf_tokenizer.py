@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes: vocabulary, merges and the name of a pre-tokenizer, but no tokenizer.json.
+"""Builds the tokenizer of a GGUF file, which has a vocabulary, merges and a pre-tokenizer's name but no tokenizer.json.
 
-The names and what they stand for are llama.cpp's (``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in
-src/llama-vocab.cpp); the regexes are the ones in the tokenizer.json of the models that each name was given to, so that
-token ids equal transformers'.
+The pre-tokenizers' names and meanings are llama.cpp's (``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in
+src/llama-vocab.cpp). Each regex comes from the tokenizer.json of a model that uses the name, so that token ids equal
+transformers'.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from kvloom.errors import ModelError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
-# Control tokens that end an answer in every model that has them. A GGUF names one EOS; chat models often have another
-# end, which its metadata leaves out (llama.cpp finds it by name, too).
+# Control tokens that end an answer in every model that has them. A GGUF file names one EOS token, but chat models often
+# have a second one that the metadata omits. llama.cpp finds it by name, too.
 _END_NAMES = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
 )
@@ -27,7 +27,7 @@ _END_NAMES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A tokenizer and what the file says about using it: see :class:`kvloom.text.tokenizer.Tokenizer`."""
+    """The arguments of :class:`kvloom.text.tokenizer.Tokenizer`."""
 
     hf: PreTrainedTokenizerFast
     prefix: list[int]
@@ -36,13 +36,13 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """How a byte-level vocabulary cuts text into words before merging.
+    """How a byte-level tokenizer splits text into words before it merges.
 
     Attributes:
-        steps: applied one after the other, before the bytes are spelled out.
-        gpt2: cut by GPT-2's regex last.
-        nfc: compose characters first.
-        whole_words: a word that is in the vocabulary is one token even if no merges lead to it.
+        steps: pre-tokenizers, applied in this order before the byte-level one.
+        gpt2: split with GPT-2's regex last.
+        nfc: normalize the text to NFC first.
+        whole_words: a word that is in the vocabulary becomes one token even if no merges produce it.
         add_bos: prompts begin with BOS unless the file says otherwise.
     """
 
@@ -75,7 +75,7 @@ _QWEN2_SPLIT = _Split(steps=(_QWEN2,), nfc=True)
 
 PRE_TOKENIZERS: Mapping[str, _Split] = {
     "default": _Split(
-        # no model's own: what llama.cpp does with files that don't know better
+        # llama.cpp's fallback for files that name no model's pre-tokenizer
         steps=(
             _regex(r"[\p{P}\$\+<=>\^~\|]+"),
             _regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
@@ -109,7 +109,9 @@ def build(metadata: Mapping[str, Any]) -> Parts:
     tokens: list[str] = list(_required(metadata, "tokens"))
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if not tokens or len(vocabulary) != len(tokens):
-        raise ModelError("GGUF tokenizer.ggml.tokens is empty or holds a token twice; the file is broken")
+        raise ModelError(
+            "GGUF tokenizer.ggml.tokens is empty or has a token twice; the file is broken: convert the model again"
+        )
     types: list[int] = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(f"GGUF tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
@@ -164,7 +166,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, default: int | None, count
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> tuple[Backend, bool]:
-    """GPT-2's kind: words spelled in bytes, merged by rank. Also says whether BOS is added by default."""
+    """A byte-level BPE tokenizer like GPT-2's, and whether it adds BOS by default."""
     name = _required(metadata, "pre")
     split = PRE_TOKENIZERS.get(name)
     if split is None:
@@ -216,10 +218,10 @@ def _listed_merges(merges: list[str], vocabulary: Mapping[str, int]) -> list[tup
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Merges of a SentencePiece vocabulary, which stores only scores: better-scored results first.
+    """Merges of a SentencePiece vocabulary, which stores scores only. The merge with the best-scored result is first.
 
-    Every split of a token into two others is a merge; among those of one score the order is that of transformers'
-    ``generate_merges`` (longer left part, then longer right part, first).
+    Every split of a token into two other tokens is a merge. Merges of equal score are in the order of transformers'
+    ``generate_merges``: the longer left part first, then the longer right part.
     """
     if len(scores) != len(vocabulary):
         raise ModelError(f"GGUF tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary)} tokens")

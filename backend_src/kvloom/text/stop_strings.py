@@ -1,4 +1,4 @@
-"""The text of one answer as its tokens come: whole characters only, ended by the first stop string."""
+"""Streams the text of one answer: whole characters only, up to the first stop string."""
 
 from typing import TYPE_CHECKING
 
@@ -7,14 +7,14 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Turns an answer's token ids into deltas that joined are one whole decode, cut at the first stop string.
+    """Turns an answer's token ids into text deltas. Joined, they equal one decode of all ids, cut at the stop string.
 
-    A stop string is looked for in the text, wherever its ends lie inside tokens. The one whose last character comes
-    first ends the answer (of two that end together, the longer), so the cut does not depend on how the text was split
-    into tokens. Text that may yet turn out to be the beginning of a stop string is held back until that is decided.
+    Stop strings are searched in the text, so they may begin and end inside tokens. The stop string that is complete
+    first ends the answer; if two end at the same character, the longer one does. So the cut does not depend on the
+    tokenization. Text that may be the beginning of a stop string is held back until the next characters decide.
 
     Attributes:
-        stopped: a stop string was found; whatever is pushed later is ignored.
+        stopped: a stop string was found. Tokens pushed afterwards are ignored.
     """
 
     __slots__ = ("_detokenizer", "_held", "_include_stop", "_searches", "stopped")
@@ -30,10 +30,10 @@ class TextStream:
         """Start an answer.
 
         Args:
-            tokenizer: of the model that answers.
+            tokenizer: the model's tokenizer.
             stop: non-empty stop strings.
-            include_stop: keep the stop string as the end of the text.
-            skip_special_tokens: special tokens have no text.
+            include_stop: the text ends with the stop string instead of before it.
+            skip_special_tokens: leave special tokens out of the text.
         """
         self._detokenizer = tokenizer.new_detokenizer(skip_special_tokens)
         self._searches = [_Search(text) for text in stop]
@@ -42,9 +42,9 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
-        """Take the next token and return the text that is certain now, often one token's, sometimes none.
+        """Take the next token and return the text that can no longer change; it may be empty.
 
-        Text that comes while ``may_stop`` is False is no part of a stop string.
+        Text pushed with ``may_stop=False`` is never part of a stop string.
         """
         if self.stopped:
             return ""
@@ -52,10 +52,10 @@ class TextStream:
         return self._until_stop(text) if may_stop else text
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the answer.
+        """End the answer and return the text still held back.
 
-        Bytes that never became a character come out as U+FFFD, as one whole decode gives them. That last text may
-        still complete a stop string, so look at ``stopped`` afterwards.
+        Incomplete characters become U+FFFD, as in one decode of all ids. This last text may complete a stop string, so
+        check ``stopped`` afterwards.
         """
         if self.stopped:
             return ""
@@ -82,11 +82,11 @@ class TextStream:
 
 
 class _Search:
-    """Looks for one stop string in text that comes in pieces (Knuth, Morris and Pratt, 1977), linear in the text.
+    """Searches text that arrives in pieces for one stop string, in linear time (Knuth, Morris and Pratt, 1977).
 
     Attributes:
-        stop: the string looked for.
-        matched: how many characters at the end of the text so far are the beginning of ``stop``, at most.
+        stop: the stop string.
+        matched: length of the longest prefix of ``stop`` that ends the text so far.
     """
 
     __slots__ = ("_borders", "matched", "stop")
@@ -104,7 +104,7 @@ class _Search:
             self._borders.append(border)
 
     def feed(self, text: str) -> int:
-        """Continue with more text; return how much of it was read when the stop string was complete, 0 if it is not."""
+        """Search the next piece. Return the stop string's end in it, or 0 if the stop string is not complete."""
         stop, borders, matched = self.stop, self._borders, self.matched
         if not matched and stop[0] not in text:
             return 0

@@ -1,4 +1,4 @@
-"""A model's tokenizer: prompts and chats to token ids, ids to text, and what begins and ends a sequence."""
+"""A model's tokenizer. It encodes prompts and chats, decodes token ids, and knows the model's BOS and EOS tokens."""
 
 import hashlib
 import json
@@ -13,18 +13,18 @@ from kvloom.text import chat, gguf_tokenizer
 from kvloom.text.detokenizer import detokenizer_factory
 
 _ANCHORS = ("\n", "0", ".")
-"""Texts whose tokens rarely grow together with what follows them."""
+"""Texts whose tokens rarely merge with the text that follows."""
 
 
 class Tokenizer:
-    """Wraps a Hugging Face fast tokenizer. Safe to use from several threads.
+    """Wraps a Hugging Face fast tokenizer. Several threads may use it at once.
 
     Attributes:
-        bos_id: id of the token that begins a sequence; None if the model has none.
+        bos_id: the BOS token's id; None if the model has none.
         eos_ids: every id that ends an answer.
-        vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
-        new_detokenizer: makes a :class:`kvloom.text.detokenizer.Detokenizer` for one answer; called with whether
-            special tokens are skipped.
+        vocab_size: the largest id plus one. The model's embedding may have more (unused) rows.
+        new_detokenizer: makes the :class:`kvloom.text.detokenizer.Detokenizer` of one answer. Its argument says
+            whether special tokens are skipped.
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
@@ -32,21 +32,21 @@ class Tokenizer:
 
         Args:
             hf: the tokenizer, with its chat template.
-            prefix: ids that every prompt begins with: [BOS] or nothing, for nearly all models.
+            prefix: ids that every prompt begins with. For nearly all models they are [BOS] or empty.
             eos_ids: every id that ends an answer.
 
         Raises:
-            ModelError: its decoder is of a kind that can't be streamed exactly.
+            ModelError: the tokenizer's decoder can't be streamed exactly.
         """
         self._hf = hf
-        # Used without hf's own __call__, which changes the shared truncation state and so fails between threads
+        # hf's own __call__ is not thread-safe: it changes the shared truncation state
         self._backend = hf.backend_tokenizer
         self._prefix = list(prefix)
         self.bos_id: int | None = hf.bos_token_id
         self.eos_ids = frozenset(eos_ids)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
-        # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
+        # A token is at most as long in the text as in the vocabulary, unless a normalizer joins characters (up to 4)
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
         self._added = frozenset(self._backend.get_added_tokens_decoder())
@@ -54,20 +54,20 @@ class Tokenizer:
 
     @property
     def identity(self) -> str:
-        """A hash of everything that makes token ids what they are, the chat template included."""
+        """A hash of everything that determines token ids, including the chat template."""
         parts = [self._backend.to_str(), str(self._hf.chat_template), str(self._prefix), str(sorted(self.eos_ids))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
+        """Load the tokenizer of a Hugging Face model folder with ``AutoTokenizer``. Code in the folder is not run.
 
         An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
 
         Raises:
-            ModelError: tokenizer.json is missing or broken, or of an unsupported kind.
+            ModelError: tokenizer.json is missing, broken or not supported.
         """
-        # Not at the top: it imports torch, which nothing else here needs
+        # Imported here because it imports torch, which the rest of this module does not need
         from transformers import AutoTokenizer
 
         folder = Path(path)
@@ -83,7 +83,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
         if not isinstance(hf, PreTrainedTokenizerFast):
             raise ModelError(f"the tokenizer in {folder} is a {type(hf).__name__}; only fast tokenizers are supported")
-        # settings for training that a tokenizer.json may still carry
+        # A tokenizer.json may contain settings that are meant for training
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
         if hf.eos_token_id is not None:
@@ -92,10 +92,10 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Build the tokenizer that a GGUF file's key-value store describes.
+        """Build the tokenizer from a GGUF file's metadata.
 
         Args:
-            metadata: plain Python values by key, those under ``tokenizer.`` at least.
+            metadata: plain Python values by key, with at least the keys under ``tokenizer.``.
 
         Raises:
             ModelError: a key is missing or malformed, or names a tokenizer that is not supported.
@@ -106,15 +106,15 @@ class Tokenizer:
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a raw prompt.
 
-        Begins with BOS where the model wants one, once, also when the text spells it out itself; never ends with an
-        EOS that the text does not spell out. Special tokens in the text are taken as such.
+        They begin with exactly one BOS if the model uses one, even if the text already spells it. No EOS is added.
+        Special tokens spelled in the text become special tokens.
 
         Args:
             text: the prompt.
-            max_tokens: a text that is certain to be more tokens is refused without being tokenized.
+            max_tokens: a text that must have more tokens is refused before it is tokenized.
 
         Raises:
-            InvalidArgument: the text is empty, too long, or holds half of a surrogate pair.
+            InvalidArgument: the text is empty, too long, or contains half of a surrogate pair.
         """
         if not text:
             raise InvalidArgument("text_input", "must not be empty")
@@ -122,48 +122,49 @@ class Tokenizer:
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def encode_piece(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a piece of text as such: no BOS, none at all for an empty text. ``max_tokens``: see ``encode``.
+        """Token ids of a piece of text without BOS. An empty text has none. ``max_tokens``: see ``encode``.
 
         Raises:
-            InvalidArgument: it is too long, or holds half of a surrogate pair; ``field`` is the input at fault.
+            InvalidArgument: the text is too long or contains half of a surrogate pair. It names the input ``field``.
         """
         return self._encode(text, field, max_tokens)
 
     def encode_chat(self, messages: Sequence[chat.Message], max_tokens: int | None = None) -> list[int]:
-        """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
+        """Token ids of a chat with its generation prompt, the same as ``apply_chat_template(tokenize=True)``.
 
-        The template alone decides about BOS and EOS, so that nothing is added twice. ``max_tokens``: see ``encode``.
+        The template alone adds BOS and EOS. ``max_tokens``: see ``encode``.
 
         Raises:
-            InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
-                surrogate pair.
+            InvalidArgument: the model has no template, the template refuses the messages, or they are too long or
+                contain half of a surrogate pair.
         """
         return self.encode_rendered(self.render_chat(messages), max_tokens)
 
     def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
-        """The text that the chat template makes of messages; with ``answer``, up to where the assistant answers.
+        """Render messages with the chat template; ``answer`` adds the generation prompt.
 
         Raises:
-            InvalidArgument: no template, or the template refuses the messages.
+            InvalidArgument: the model has no template, or the template refuses the messages.
         """
         return chat.render(self._hf, messages, answer)
 
     def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered chat or a part of one: nothing is added. ``max_tokens``: see ``encode``.
+        """Token ids of a rendered chat or a part of one, with no token added. ``max_tokens``: see ``encode``.
 
         Raises:
-            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+            InvalidArgument: the text is too long or contains half of a surrogate pair.
         """
         return self._encode(text, "messages", max_tokens)
 
     def encode_after(self, before: int | None, text: str, field: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
+        """Token ids of a text that continues after the token ``before`` (None: after ordinary text).
 
-        Tokenizers of SentencePiece's kind put a blank before whatever they encode, and after every special token. A
-        piece that follows ordinary text gets none here. ``field`` and ``max_tokens``: see there.
+        SentencePiece tokenizers put a space before the text they encode and after every special token. A text that
+        continues ordinary text gets no such space here. ``field``: see ``encode_piece``. ``max_tokens``: see
+        ``encode``.
 
         Raises:
-            InvalidArgument: the text is too long, or holds half of a surrogate pair.
+            InvalidArgument: the text is too long or contains half of a surrogate pair.
         """
         plain = self._encode(text, field, max_tokens)
         if not self._puts_blank_first or self.begins_anew_after(before):
@@ -172,15 +173,15 @@ class Tokenizer:
         return next((ids for ids in pieces if ids is not None), plain)
 
     def begins_anew_after(self, before: int | None) -> bool:
-        """Whether ``encode_after`` this token gives other ids than after ordinary text: those that begin a text."""
+        """Whether ``encode_after`` encodes a text after this token as it encodes the beginning of a text."""
         return self._puts_blank_first and before in self._added
 
     def max_characters(self, tokens: int) -> int:
-        """The most characters that so many tokens can stand for."""
+        """The most characters of text that this many tokens can have."""
         return tokens * self._longest_token
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
+        """Decode all ids at once. Unknown ids are skipped. Spaces before punctuation stay as they are."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _encode(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
@@ -196,17 +197,17 @@ class Tokenizer:
         return self._plain(text)
 
     def _after_anchor(self, text: str, anchor: str) -> list[int] | None:
-        """Token ids of a text without what the tokenizer puts first; None where the anchor grows together with it."""
+        """Token ids of a text without the tokenizer's leading space; None if the text merges with the anchor."""
         start, ids = self._plain(anchor), self._plain(anchor + text)
         return ids[len(start) :] if ids[: len(start)] == start else None
 
     def _plain(self, text: str) -> list[int]:
-        # unlike encode(), lets other Python threads run meanwhile
+        # Unlike encode(), this lets other Python threads run in the meantime
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _prefix(hf: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that the tokenizer itself puts before a text, found by looking."""
+    """The ids that the tokenizer puts before a text, found by encoding one."""
     plain = hf.backend_tokenizer.encode("a", add_special_tokens=False).ids
     full = hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) + 1):
