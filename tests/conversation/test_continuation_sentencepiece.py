@@ -48,7 +48,7 @@ def go_through(tokenizer, answers):
     """What is fed of each turn after the first, how many tokens of the history stay, the history, and the messages."""
     messages, chat = [user(TALK[0][0])], ChatHistory()
     rendered = tokenizer.render_chat(messages)
-    fed, kept = tokenizer.encode_rendered(rendered), 0
+    fed, rendered, kept = tokenizer.encode_rendered(rendered), rendered.text, 0
     for (_, text), (question, _) in zip(TALK, TALK[1:], strict=False):
         answer = answers(fed, text)
         said = {"role": "assistant", "content": answer_text(tokenizer, answer)}

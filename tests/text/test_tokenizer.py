@@ -253,11 +253,12 @@ def test_a_chat_has_the_ids_of_apply_chat_template(template: str, adds_eos: bool
     tokenizer = sentencepiece(adds_eos=adds_eos)
     folder = save_folder(tmp_path, tokenizer, **NAMED, chat_template=template)
     hf, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
-    for messages in (USER, [*USER, {"role": "assistant", "content": " 😀"}, {"role": "user", "content": "<s>?"}]):
+    for messages in (USER, [*USER, {"role": "assistant", "content": " 😀"}, {"role": "user", "content": "< s>?"}]):
         ids = ours.encode_chat(messages)
         assert ids == hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ids.count(1) == template.count("bos_token") + (len(messages) > 1)
-        assert ids.count(2) == template.count("eos_token")
+        assert (ids.count(1), ids.count(2)) == (template.count("bos_token"), template.count("eos_token"))
+    ids = ours.encode_chat([{"role": "user", "content": "</s><s>?"}])
+    assert (ids.count(1), ids.count(2)) == (template.count("bos_token"), template.count("eos_token"))
 
 
 def test_ends_come_from_every_config(tmp_path: Path):

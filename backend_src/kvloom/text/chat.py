@@ -15,6 +15,10 @@ Message = dict[str, Any]
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
+_HELLO, _REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+_SYSTEM, _RESULT = {"role": "system", "content": "z"}, {"role": "tool", "content": "r", "name": "f"}
+_SOME_CHATS = ([_HELLO, _REPLY, _HELLO], [_SYSTEM, _HELLO, _REPLY, _HELLO], [_HELLO, _REPLY, _RESULT])
+
 ESCAPED, OTHER_KEYS = 6, 2**20
 """The most characters that JSON takes for one, and those that are granted to what no template may write out."""
 
@@ -67,3 +71,14 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], answ
         raise InvalidArgument("messages", f"refused by the model's chat template: {error}") from error
     except _TEMPLATE_FAULTS as error:
         raise InvalidArgument("messages", f"the model's chat template can't render them: {error}") from error
+
+
+def some_turns(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Chats of every role that the chat template knows, as it writes them; "" without a template."""
+    written = []
+    for messages in _SOME_CHATS:
+        try:
+            written.append(render(tokenizer, messages, answer=False))
+        except InvalidArgument:  # not every template knows systems or tools
+            continue
+    return "".join(written)

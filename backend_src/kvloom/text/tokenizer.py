@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.errors import InvalidArgument, ModelError
 from kvloom.text import chat, gguf_tokenizer
 from kvloom.text.detokenizer import detokenizer_factory
+from kvloom.text.special_tokens import ChatText, SpecialTokens
 
 _ANCHORS = ("\n", "0", ".")
 """Texts whose tokens rarely grow together with what follows them."""
@@ -27,13 +28,21 @@ class Tokenizer:
             special tokens are skipped.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerFast,
+        *,
+        prefix: Sequence[int],
+        eos_ids: Iterable[int],
+        chat_special_tokens: bool = False,
+    ):
         """Wrap a tokenizer.
 
         Args:
             hf: the tokenizer, with its chat template.
             prefix: ids that every prompt begins with: [BOS] or nothing, for nearly all models.
             eos_ids: every id that ends an answer.
+            chat_special_tokens: special tokens that the text of messages spells are special tokens.
 
         Raises:
             ModelError: its decoder is of a kind that can't be streamed exactly.
@@ -50,6 +59,7 @@ class Tokenizer:
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
         self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._special = None if chat_special_tokens else SpecialTokens(self._backend, chat.some_turns(hf))
         self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
 
     @property
@@ -59,10 +69,11 @@ class Tokenizer:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
+    def from_folder(cls, path: str | Path, chat_special_tokens: bool = False) -> "Tokenizer":
         """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
 
         An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
+        ``chat_special_tokens``: see ``__init__``.
 
         Raises:
             ModelError: tokenizer.json is missing or broken, or of an unsupported kind.
@@ -88,20 +99,21 @@ class Tokenizer:
         hf.backend_tokenizer.no_padding()
         if hf.eos_token_id is not None:
             eos_ids.add(hf.eos_token_id)
-        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids)
+        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids, chat_special_tokens=chat_special_tokens)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+    def from_gguf(cls, metadata: Mapping[str, Any], chat_special_tokens: bool = False) -> "Tokenizer":
         """Build the tokenizer that a GGUF file's key-value store describes.
 
         Args:
             metadata: plain Python values by key, those under ``tokenizer.`` at least.
+            chat_special_tokens: see ``__init__``.
 
         Raises:
             ModelError: a key is missing or malformed, or names a tokenizer that is not supported.
         """
         parts = gguf_tokenizer.build(metadata)
-        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
+        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids, chat_special_tokens=chat_special_tokens)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a raw prompt.
@@ -132,7 +144,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[chat.Message], max_tokens: int | None = None) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
-        The template alone decides about BOS and EOS, so that nothing is added twice. ``max_tokens``: see ``encode``.
+        But what the messages themselves say is text, also where it spells special tokens. The template alone decides
+        about BOS and EOS, so that nothing is added twice. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: no template, the template refuses the messages, they are too long, or hold half of a
@@ -140,23 +153,32 @@ class Tokenizer:
         """
         return self.encode_rendered(self.render_chat(messages), max_tokens)
 
-    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
-        """The text that the chat template makes of messages; with ``answer``, up to where the assistant answers.
+    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> ChatText:
+        """What the chat template makes of messages; with ``answer``, up to where the assistant answers.
 
         Raises:
             InvalidArgument: no template, or the template refuses the messages.
         """
-        return chat.render(self._hf, messages, answer)
+        text = chat.render(self._hf, messages, answer)
+        masked = None if self._special is None else self._special.mask(messages, text)
+        if self._special is None or masked is None:
+            return ChatText(text, text)
+        rendered = masked.rendered(chat.render(self._hf, masked.messages, answer))
+        # where the template has left out what was spelled, as some do with thoughts, it shall see what was said
+        forged = self._special.written(rendered.masked) != self._special.written(text)
+        return rendered if forged else ChatText(text, text)
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def encode_rendered(self, rendered: str | ChatText, max_tokens: int | None = None) -> list[int]:
         """Token ids of a rendered chat or a part of one: nothing is added. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: the text is too long, or holds half of a surrogate pair.
         """
-        return self._encode(text, "messages", max_tokens)
+        return self._encode(rendered, "messages", max_tokens)
 
-    def encode_after(self, before: int | None, text: str, field: str, max_tokens: int | None = None) -> list[int]:
+    def encode_after(
+        self, before: int | None, text: str | ChatText, field: str, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
 
         Tokenizers of SentencePiece's kind put a blank before whatever they encode, and after every special token. A
@@ -183,7 +205,8 @@ class Tokenizer:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def _encode(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
+    def _encode(self, said: str | ChatText, field: str, max_tokens: int | None = None) -> list[int]:
+        text = said if isinstance(said, str) else said.text
         if max_tokens is not None and len(text) > self.max_characters(max_tokens):
             raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {max_tokens}")
         try:
@@ -193,14 +216,19 @@ class Tokenizer:
             raise InvalidArgument(
                 field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
             ) from error
-        return self._plain(text)
+        return self._plain(said)
 
-    def _after_anchor(self, text: str, anchor: str) -> list[int] | None:
+    def _after_anchor(self, text: str | ChatText, anchor: str) -> list[int] | None:
         """Token ids of a text without what the tokenizer puts first; None where the anchor grows together with it."""
-        start, ids = self._plain(anchor), self._plain(anchor + text)
+        start = self._plain(anchor)
+        ids = self._plain(anchor + text if isinstance(text, str) else text.after(anchor))
         return ids[len(start) :] if ids[: len(start)] == start else None
 
-    def _plain(self, text: str) -> list[int]:
+    def _plain(self, text: str | ChatText) -> list[int]:
+        if isinstance(text, ChatText):
+            if self._special is not None and text.masked != text.text:
+                return self._special.encode(text)
+            text = text.text
         # unlike encode(), lets other Python threads run meanwhile
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
