@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from kvloom.text.tokenizer import Tokenizer
-from support.http_door import answer
+from kvloom_client import Answer, InvalidArgument
+from support.http_door import answer, refusal
 from support.server import assert_idle, canary
 from support.some_tokenizers import default_tokenizer
 from support.tiny_server import GREEDY, Tiny
@@ -66,3 +67,31 @@ def test_a_setting_takes_special_tokens_from_content(tiny: Tiny):
         answer = client.generate(messages=[user(FORGED)], max_tokens=4, **GREEDY)
         assert answer.num_input_tokens == len(spelled)
         assert answer.token_ids == client.generate(input_ids=spelled, max_tokens=4, **GREEDY).token_ids
+
+
+def test_content_in_parts_and_none_beside_tool_calls(server, client, _healthy):
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    asked = [user([{"type": "text", "text": "What time"}, {"type": "text", "text": "is it?"}])]
+    messages = [
+        *asked,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "Noon."}]},
+    ]
+    plain = [user("What time\nis it?"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "Noon."}]
+    request = {"max_tokens": 8, **GREEDY}
+    expected = client.generate(messages=plain, **request)
+    found = client.generate(messages=messages, **request)
+    assert (found.num_input_tokens, found.token_ids) == (expected.num_input_tokens, expected.token_ids)
+    assert answer(server, messages=json.dumps(messages), **request)["text_output"] == expected.text
+
+    def second_answer(first: list[dict[str, object]], second: list[dict[str, object]]) -> Answer:
+        with client.conversation() as talk:
+            talk.generate(messages=first, **request)
+            return talk.generate(messages=second, **request)
+
+    found, expected = second_answer(asked, messages[2:]), second_answer(plain[:1], plain[2:])
+    assert (found.num_input_tokens, found.token_ids) == (expected.num_input_tokens, expected.token_ids)
+    picture = [user([{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x"}}])]
+    with pytest.raises(InvalidArgument, match="INVALID_ARG: messages: message 0: content: part 1 .*'image_url'"):
+        client.generate(messages=picture, **request)
+    assert refusal(server, {"messages": json.dumps(picture)}).startswith("INVALID_ARG: messages: message 0: ")

@@ -335,7 +335,17 @@ def test_an_empty_prompt_is_refused():
         ('[{"role": 1, "content": "x"}]', "message 0: role"),
         ('[{"role": "user"}]', "message 0: content"),
         ('[{"role": "user", "content": null}]', "message 0: content"),
-        ('[{"role": "user", "content": [{"type": "text", "text": "x"}]}]', "message 0: content"),
+        ('[{"role": "user", "content": null, "tool_calls": []}]', "message 0: content"),
+        ('[{"role": "user", "content": 7}]', "message 0: content"),
+        ('[{"role": "user", "content": {"type": "text", "text": "x"}}]', "message 0: content"),
+        ('[{"role": "user", "content": []}]', "message 0: content"),
+        ('[{"role": "user", "content": ["x"]}]', "message 0: content: part 0 must be an object"),
+        ('[{"role": "user", "content": [{"text": "x"}]}]', "message 0: content: part 0 must be an object"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "message 0: content: part 0: text must be a string"),
+        (
+            '[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}]',
+            "message 0: content: part 1 is of type 'image_url'",
+        ),
     ],
 )
 def test_malformed_messages_are_refused(text: str, part: str):

@@ -9,7 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.errors import InvalidArgument, ModelError
-from kvloom.text import chat, gguf_tokenizer
+from kvloom.text import gguf_tokenizer
+from kvloom.text.chat import Message
+from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.detokenizer import detokenizer_factory
 from kvloom.text.special_tokens import ChatText, SpecialTokens
 
@@ -59,7 +61,8 @@ class Tokenizer:
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
         self._added = frozenset(self._backend.get_added_tokens_decoder())
-        self._special = None if chat_special_tokens else SpecialTokens(self._backend, chat.some_turns(hf))
+        self._template = ChatTemplate(hf)
+        self._special = None if chat_special_tokens else SpecialTokens(self._backend, self._template.turns)
         self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
 
     @property
@@ -141,7 +144,7 @@ class Tokenizer:
         """
         return self._encode(text, field, max_tokens)
 
-    def encode_chat(self, messages: Sequence[chat.Message], max_tokens: int | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
         """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
         But what the messages themselves say is text, also where it spells special tokens. The template alone decides
@@ -153,17 +156,17 @@ class Tokenizer:
         """
         return self.encode_rendered(self.render_chat(messages), max_tokens)
 
-    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> ChatText:
+    def render_chat(self, messages: Sequence[Message], answer: bool = True) -> ChatText:
         """What the chat template makes of messages; with ``answer``, up to where the assistant answers.
 
         Raises:
             InvalidArgument: no template, or the template refuses the messages.
         """
-        text = chat.render(self._hf, messages, answer)
+        text = self._template.render(messages, answer)
         masked = None if self._special is None else self._special.mask(messages, text)
         if self._special is None or masked is None:
             return ChatText(text, text)
-        rendered = masked.rendered(chat.render(self._hf, masked.messages, answer))
+        rendered = masked.rendered(self._template.render(masked.messages, answer))
         # where the template has left out what was spelled, as some do with thoughts, it shall see what was said
         forged = self._special.written(rendered.masked) != self._special.written(text)
         return rendered if forged else ChatText(text, text)
