@@ -1,6 +1,7 @@
 """Joined deltas are one whole decode, cut at the first stop string; nothing comes too early (H01 to H04)."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -248,6 +249,79 @@ def test_a_stop_that_completes_in_the_last_bytes_is_seen():
     assert not stream.stopped
     assert stream.flush() == ""
     assert stream.stopped
+
+
+def items(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """The characters of an answer, and its special tokens as one piece each."""
+    return [
+        item
+        for token_id in ids
+        for item in (
+            [tokenizer.special_tokens[token_id]]
+            if token_id in tokenizer.special_tokens
+            else tokenizer.decode([token_id])
+        )
+    ]
+
+
+def cut_at_items(found: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str, bool]:
+    """The rule, slowly: read until what was read, with special tokens or without, ends in a stop string."""
+    for end in range(1, len(found) + 1):
+        read, new = found[:end], found[end - 1]
+        text = "".join(item for item in read if len(item) == 1)
+        ends = []
+        for stop in stops:
+            if len(new) == 1 and text.endswith(stop):
+                ends.append((len(stop), stop))
+            spelled = [part for part in re.split(r"(<s>|</s>|<unk>|<\|\w+\|>)", stop) if part]
+            parts = [one for part in spelled for one in ([part] if part[0] == "<" and part[-1] == ">" else part)]
+            if len(parts) < len(stop) and read[-len(parts) :] == parts:
+                ends.append((sum(len(part) == 1 for part in parts), stop))
+        if ends:
+            length, stop = max(ends)
+            return text[: len(text) - length] + (stop if include else ""), True
+    return "".join(item for item in found if len(item) == 1), False
+
+
+@pytest.mark.parametrize("make", [default_tokenizer, sentencepiece_tokenizer_without_prefix])
+def test_a_stop_string_finds_the_special_tokens_that_it_spells(make: Any):
+    tokenizer = make()
+    names = sorted(tokenizer.special_tokens.items())[:3]
+    letters = [tokenizer.encode(f"x{letter}")[-1] for letter in ("a", "b", "ab")]
+    pieces = st.sampled_from(["a", "b", *[name for _, name in names]])
+    stops_of = st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3)
+    ids_of = st.lists(st.sampled_from([*letters, *[token_id for token_id, _ in names]]), max_size=12)
+
+    @settings(max_examples=600, deadline=None)
+    @given(ids_of, stops_of, st.booleans())
+    def check(ids: list[int], stops: list[str], include: bool) -> None:
+        expected = cut_at_items(items(tokenizer, ids), stops, include)
+        found, stopped = deltas(tokenizer, ids, stops, include)
+        assert ("".join(found), stopped) == expected
+        # shown special tokens are text like any other
+        stream = TextStream(tokenizer, tuple(stops), include, skip_special_tokens=False)
+        shown = "".join([*map(stream.push, ids), stream.flush()])
+        assert shown == cut(tokenizer.decode(ids, skip_special_tokens=False), stops, include)
+
+    check()
+
+
+def test_text_before_a_stop_at_a_special_token_is_held_no_longer_than_it_must():
+    tokenizer = default_tokenizer()
+    ids = [tokenizer.encode(text)[0] for text in ("a", "b", "<|im_start|>", "b", "<|im_end|>", "c")]
+    for stops, expected in [
+        (["<|im_start|>"], ["a", "b", "", ""]),
+        (["b<|im_end|>"], ["a", "", "", "b", "", ""]),
+        (["b<|im_start|>b"], ["a", "", "", "", ""]),
+        (["b<|im_start|>c", "x"], ["a", "", "", "b", "", "bc", ""]),
+        (["bb"], ["a", "", "", "", ""]),
+    ]:
+        stream, found = TextStream(tokenizer, tuple(stops)), []
+        for token_id in ids:
+            found.append(stream.push(token_id))
+            if stream.stopped:
+                break
+        assert [*found, stream.flush()] == expected, stops
 
 
 def test_streams_do_not_share_state():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Tokenizer:
     Attributes:
         bos_id: id of the token that begins a sequence; None if the model has none.
         eos_ids: every id that ends an answer.
+        special_tokens: text by id of the tokens that are skipped with ``skip_special_tokens``.
         vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
         new_detokenizer: makes a :class:`kvloom.text.detokenizer.Detokenizer` for one answer; called with whether
             special tokens are skipped.
@@ -60,7 +62,13 @@ class Tokenizer:
         # a spelling has a character or more for each of the text's; a normalizer may join up to four into one
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
-        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        added = self._backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_tokens = {
+            token_id: token.content for token_id, token in added.items() if token.special and token.content
+        }
+        longest_first = sorted(self.special_tokens.values(), key=len, reverse=True)
+        self._special_token = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._template = ChatTemplate(hf)
         self._special = None if chat_special_tokens else SpecialTokens(self._backend, self._template.turns)
         self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
@@ -199,6 +207,10 @@ class Tokenizer:
     def begins_anew_after(self, before: int | None) -> bool:
         """Whether ``encode_after`` this token gives other ids than after ordinary text: those that begin a text."""
         return self._puts_blank_first and before in self._added
+
+    def split_at_special(self, text: str) -> list[str]:
+        """A text cut at the special tokens that it spells, which are every second piece; others may be empty."""
+        return self._special_token.split(text)
 
     def max_characters(self, tokens: int) -> int:
         """The most characters that so many tokens can stand for."""
