@@ -1,9 +1,17 @@
 """Faults that users of such servers reported, against the real server: the texts of tokens (K05, K10, K14)."""
 
-import pytest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from kvloom.launcher.launch import Server
+from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from support.server import assert_idle, canary
+from support.tiny_models import make_it_say, make_sentencepiece_tiny
 
 BOTH = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -44,3 +52,39 @@ def test_k14_the_text_of_a_special_token_stops(client, _healthy):
     assert answer.text.startswith(text)
     last = text[-3:]
     assert streamed(client, **chat, stop=last + "<|im_end|>") == (text.removesuffix(last), before, "stop")
+
+
+@contextmanager
+def serve(model: Path) -> Iterator[Client]:
+    """A server of a tiny model; idle at the end."""
+    settings = {"model": str(model), "weights": "fp32", "kv_blocks": "64", "block_size": "16", "threads": "1"}
+    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server, Client(server.grpc_url) as client:
+        yield client
+        assert_idle(server)
+
+
+@pytest.mark.slow
+def test_k05_characters_inside_a_run_of_bytes(tmp_path):
+    folder = make_sentencepiece_tiny(tmp_path / "model", tied=False)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    run = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    make_it_say(folder, run)
+    request = {**BOTH, "input_ids": [1, run[-1]], "max_tokens": 199}
+    with serve(folder) as client:
+        chunks = list(client.stream(**request, timeout=120))
+        said, tokens = "", 0
+        for chunk in chunks[:-1]:
+            said, tokens = said + chunk.text, tokens + len(chunk.token_ids)
+            assert said == "😀" * (tokens // 4), "each is shown when it is whole"
+        assert said + chunks[-1].text == "😀" * 49 + "\ufffd"
+        assert client.generate(**request).text == "😀" * 49 + "\ufffd"
+        assert streamed(client, **request, stop="😀😀") == ("", run * 2, "stop")
+        stopped = client.generate(**request, stop="😀😀")
+        assert (stopped.text, list(stopped.token_ids), stopped.finish_reason) == ("", run * 2, "stop")
+        kept = client.generate(**request, stop=["x", "😀😀"], include_stop_str_in_output=True)
+        assert (kept.text, kept.num_output_tokens) == ("😀😀", 8)
+        told = client.generate(**{**request, "max_tokens": 4}, return_logprobs=True)
+        assert (told.text, [entry["text"] for entry in told.logprobs]) == ("😀", ["\ufffd"] * 4)
+        with client.conversation() as talk:
+            assert talk.generate(**{**request, "max_tokens": 6}).text == "😀\ufffd"
+            assert talk.generate(**{**request, "max_tokens": 5, "input_ids": [run[-1]]}).text == "😀\ufffd"

@@ -1,7 +1,8 @@
-"""Token ids to text, one token at a time: the joined texts equal one whole decode of the ids, special tokens skipped.
+"""Token ids to text, one token at a time.
 
-Each kind of decoder in a ``tokenizers.Tokenizer`` that streams has its own small class here; a decoder that is not one
-of them is refused when the model is loaded, never approximated.
+The joined texts are what ``tokenizers.Tokenizer.decode`` makes of all the ids, but for runs of byte tokens that are no
+UTF-8 as a whole (it makes one U+FFFD of each byte then): a character is text as soon as its last byte is there. A kind
+of decoder that is not known here is refused when the model is loaded, never approximated.
 """
 
 import codecs
@@ -15,7 +16,6 @@ from tokenizers import Tokenizer as Backend
 from kvloom.errors import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -43,17 +43,17 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
     steps = _flatten(decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        byte_pieces = {
+        pieces = {
             skip: [None if token is None else _byte_level_bytes(token) for token in tokens]
             for skip, tokens in tables.items()
         }
-        return lambda skip_special: ByteLevelDetokenizer(byte_pieces[skip_special])
+        return lambda skip_special: _Utf8Detokenizer(pieces[skip_special])
     if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP]):
         pieces = {
-            skip: [None if token is None else _sentencepiece_piece(token) for token in tokens]
+            skip: [None if token is None else _sentencepiece_bytes(token) for token in tokens]
             for skip, tokens in tables.items()
         }
-        return lambda skip_special: SentencePieceDetokenizer(pieces[skip_special], strip=bool(steps[3:]))
+        return lambda skip_special: _Utf8Detokenizer(pieces[skip_special], strip=bool(steps[3:]))
     names = " + ".join(step["type"] for step in steps) or "none"
     raise ModelError(
         f"tokenizer decoder {names} is not supported; supported: ByteLevel, and SentencePiece's "
@@ -61,64 +61,34 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     )
 
 
-class ByteLevelDetokenizer:
-    """Byte-level BPE: a token is some bytes, the text is their UTF-8, undecodable bytes replaced.
+class _Utf8Detokenizer:
+    """A token is some bytes, the text is their UTF-8, undecodable bytes replaced.
 
     Python's incremental decoder replaces each maximal ill-formed part by one U+FFFD, as Unicode recommends (Unicode 16,
     section 3.9) and Rust's lossy decoding in ``tokenizers`` does, and holds back a part that may still become whole.
     """
 
-    __slots__ = ("_pieces", "_utf8")
+    __slots__ = ("_pieces", "_strip", "_utf8")
 
-    def __init__(self, pieces: Sequence[bytes | None]):
+    def __init__(self, pieces: Sequence[bytes | None], strip: bool = False):
+        """Start an answer.
+
+        Args:
+            pieces: the bytes of every id; None: it is skipped.
+            strip: leave out one blank at the beginning of the text.
+        """
         self._pieces = pieces
+        self._strip = strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """See :class:`Detokenizer`."""
         piece = self._pieces[token_id] if token_id < len(self._pieces) else None
-        return self._utf8.decode(piece) if piece else ""
+        return self._without_first_space(self._utf8.decode(piece)) if piece else ""
 
     def flush(self) -> str:
         """See :class:`Detokenizer`."""
-        return self._utf8.decode(b"", True)
-
-
-class SentencePieceDetokenizer:
-    """SentencePiece with byte fallback: a token is text, or one byte of a character that the vocabulary lacks.
-
-    A run of byte tokens is all valid UTF-8 or becomes one U+FFFD per byte (that is how ``tokenizers`` decodes it), so
-    nothing of a run is certain before it ends.
-    """
-
-    __slots__ = ("_pieces", "_run", "_strip")
-
-    def __init__(self, pieces: Sequence[str | int | None], strip: bool):
-        self._pieces = pieces
-        self._run = bytearray()
-        self._strip = strip
-
-    def push(self, token_id: int) -> str:
-        """See :class:`Detokenizer`."""
-        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
-        if piece is None:  # skipped before decoding, so it does not end a run either
-            return ""
-        if isinstance(piece, int):
-            self._run.append(piece)
-            return ""
-        return self._without_first_space(self._end_run() + piece if self._run else piece)
-
-    def flush(self) -> str:
-        """See :class:`Detokenizer`."""
-        return self._without_first_space(self._end_run())
-
-    def _end_run(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return _REPLACEMENT * len(run)
+        return self._without_first_space(self._utf8.decode(b"", True))
 
     def _without_first_space(self, text: str) -> str:
         if self._strip and text:
@@ -172,6 +142,6 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def _sentencepiece_piece(token: str) -> str | int:
+def _sentencepiece_bytes(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
-    return int(byte[1], 16) if byte else token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

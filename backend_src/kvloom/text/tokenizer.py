@@ -218,7 +218,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        detokenizer = self.new_detokenizer(skip_special_tokens)
+        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
     def _encode(self, said: str | ChatText, field: str, max_tokens: int | None = None) -> list[int]:
         text = said if isinstance(said, str) else said.text
