@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from support.server import assert_idle, canary
-from support.tiny_models import make_it_say, make_sentencepiece_tiny
+from support.tiny_models import make_it_say, make_sentencepiece_tiny, make_tiny
 
 BOTH = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -88,3 +89,27 @@ def test_k05_characters_inside_a_run_of_bytes(tmp_path):
         with client.conversation() as talk:
             assert talk.generate(**{**request, "max_tokens": 6}).text == "😀\ufffd"
             assert talk.generate(**{**request, "max_tokens": 5, "input_ids": [run[-1]]}).text == "😀\ufffd"
+
+
+@pytest.mark.slow
+def test_k10_added_tokens_whose_letters_all_spell_bytes(tmp_path):
+    folder = make_tiny(tmp_path / "model", tied=False, vocab_size=400)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([AddedToken("größe")])
+    backend.save(str(folder / "tokenizer.json"))
+    word, blank, other = backend.token_to_id("größe"), backend.encode(" ").ids[0], backend.encode("x").ids[0]
+    make_it_say(folder, [word, blank])
+    request = {**BOTH, "text_input": "größe ", "max_tokens": 5}
+    with serve(folder) as client:
+        told = client.generate(**request, return_logprobs=True, sampling_parameters={"logprobs": 1})
+        assert told.num_input_tokens == 2
+        assert told.text == "größe größe größe"
+        assert [entry["text"] for entry in told.logprobs] == ["größe", " ", "größe", " ", "größe"]
+        assert told.logprobs[0]["top"][0]["text"] == "größe"
+        assert streamed(client, **request) == (told.text, [word, blank, word, blank, word], "length")
+        assert streamed(client, **request, stop="e g") == ("größ", [word, blank, word], "stop")
+        assert streamed(client, **request, stop=["öß"])[0] == "gr"
+        banned = client.generate(**request, bad_words=["größe"])
+        assert word not in banned.token_ids
+        biased = client.generate(**request, logit_bias={str(word): -100.0, str(other): 50.0})
+        assert biased.text == "xxxxx"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from kvloom.text.bad_words import banned_tokens
 from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer
 from support.some_tokenizers import GREEDY, TRICKY, default_tokenizer, sentencepiece_metadata
@@ -164,6 +165,26 @@ def test_added_tokens_with_plain_spelling():
     for ids in ([0, 1, 2], [3, 4], [3, 5, 4], [3, 6, 4], [7, 8, 0], [3, 99, 4]):
         assert "".join(deltas(tokenizer, ids)[0]) == backend.decode(ids)
     assert "".join(deltas(tokenizer, [3, 5, 4])[0]) == "é"
+
+
+@pytest.mark.parametrize("in_vocabulary", [True, False])
+def test_added_tokens_whose_letters_all_spell_bytes(in_vocabulary: bool):
+    """What was added is matched in raw text and is that text (K10), but for single letters: the bytes of others."""
+    names = ["größe", "Ä!", "Ġx", "©"]
+    vocabulary = {character: i for i, character in enumerate(["a", "Ã", "©", "Ġ", "g", "r"])}
+    added = {name: len(vocabulary) + i for i, name in enumerate(names[:3])}
+    backend = Backend(models.BPE(vocab=vocabulary | (added if in_vocabulary else {}), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(name, normalized=False) for name in names])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), prefix=[], eos_ids=[])
+    for name, token_id in added.items():
+        assert tokenizer.encode(f"a{name}gr") == [0, token_id, 4, 5]
+        assert tokenizer.decode([token_id]) == name
+        assert deltas(tokenizer, [0, token_id, 4])[0] == ["a", name, "g", ""]
+        assert deltas(tokenizer, [0, token_id, 4], [name[1:]])[0] == ["a", name[0], "", ""]
+    assert banned_tokens(tokenizer, ["größe"])[0] == {(): (added["größe"],)}
+    assert tokenizer.decode([1, 2]) == "é"
 
 
 # Stop strings

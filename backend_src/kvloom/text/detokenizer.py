@@ -1,8 +1,9 @@
 """Token ids to text, one token at a time.
 
-The joined texts are what ``tokenizers.Tokenizer.decode`` makes of all the ids, but for runs of byte tokens that are no
-UTF-8 as a whole (it makes one U+FFFD of each byte then): a character is text as soon as its last byte is there. A kind
-of decoder that is not known here is refused when the model is loaded, never approximated.
+The joined texts are what ``tokenizers.Tokenizer.decode`` makes of all the ids, but for what it spoils: a run of byte
+tokens that is no UTF-8 as a whole (each of its bytes becomes U+FFFD there; here a character is text as soon as its last
+byte has come), and added tokens that happen to be spelled in GPT-2's alphabet of bytes. A kind of decoder that is not
+known here is refused when the model is loaded, never approximated.
 """
 
 import codecs
@@ -43,8 +44,18 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
     steps = _flatten(decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
+        own = backend.get_vocab(with_added_tokens=False)
+        added = {
+            token.content
+            for token in backend.get_added_tokens_decoder().values()
+            # one letter of the vocabulary is the byte that it spells, which many other characters need
+            if len(token.content) > 1 or token.content not in own
+        }
         pieces = {
-            skip: [None if token is None else _byte_level_bytes(token) for token in tokens]
+            skip: [
+                None if token is None else token.encode() if token in added else _byte_level_bytes(token)
+                for token in tokens
+            ]
             for skip, tokens in tables.items()
         }
         return lambda skip_special: _Utf8Detokenizer(pieces[skip_special])
@@ -138,7 +149,7 @@ _BYTE_OF = _byte_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # an added token spelled as plain text: it stands for itself, as in ``tokenizers``
+    except KeyError:  # spelled as plain text: it stands for itself, as in ``tokenizers``
         return token.encode()
 
 
