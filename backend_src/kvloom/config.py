@@ -66,6 +66,9 @@ class Settings(BaseModel):
     journal_dir: str = ""
     """folder where the tokens and messages of conversations are kept for a restart; `kvloom serve` makes one of its
     own"""
+    chat_special_tokens: bool = False
+    """`true` makes special tokens of what spells them in `messages`, so that a user's text can end a turn and begin
+    another"""
     prefix_cache: bool = True
     """share the blocks of requests that begin with the same tokens"""
     threads: NonNegative = 0

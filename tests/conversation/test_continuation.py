@@ -71,7 +71,7 @@ def test_a_canonical_conversation_is_fed_the_very_ids_of_its_rendering(model, re
     tokenizer = Tokenizer.from_folder(model)
     messages = [user("What is a cache?")]
     rendered = tokenizer.render_chat(messages)
-    history, chat = tokenizer.encode_rendered(rendered), ChatHistory()
+    history, rendered, chat = tokenizer.encode_rendered(rendered), rendered.text, ChatHistory()
     for text in ("A place where things are kept.", "The dog did not mind it."):
         answer = [*tokenizer.encode_piece(text, ""), EOS]
         chat.add([*messages[-1:], {"role": "assistant", "content": text}], rendered, len(history), len(history))

@@ -11,6 +11,7 @@ import pytest
 from kvloom.engine import thread
 from kvloom.errors import Cancelled, InvalidArgument, Unavailable
 from kvloom.request import FinishReason
+from kvloom.text.special_tokens import ChatText
 from support.running import Heard, Running
 from support.talks import Talks
 from support.tiny_models import make_tiny
@@ -64,7 +65,7 @@ class Held:
         self._render = running.talks.tokenizer.render_chat
         monkeypatch.setattr(running.talks.tokenizer, "render_chat", self._held)
 
-    def _held(self, *arguments: object) -> str:
+    def _held(self, *arguments: object) -> ChatText:
         self.begun.set()
         assert self.go_on.wait(60)
         return self._render(*arguments)

@@ -57,8 +57,11 @@ class Running:
         """Say something in messages."""
         heard, messages = Heard(), [{"role": "user", "content": text}]
         tokenizer = self.talks.tokenizer
-        rendered = tokenizer.render_chat(messages) if start else ""
-        sequence = heard.sequence(max_tokens, tuple(tokenizer.encode_rendered(rendered)) if start else (), deadline)
+        rendered, ids = "", ()
+        if start:
+            chat = tokenizer.render_chat(messages)
+            rendered, ids = chat.text, tuple(tokenizer.encode_rendered(chat))
+        sequence = heard.sequence(max_tokens, ids, deadline)
         self.engine_thread.take_turn(Turn(conversation, sequence, heard, start, messages=messages, rendered=rendered))
         return heard
 

@@ -61,8 +61,8 @@ class Talks(Driver):
         """Send a turn, as the wire makes it; parameters are of sampling, greedy by default."""
         rendered = ""
         if messages is not None and start:
-            rendered = self.tokenizer.render_chat(messages)
-            ids = self.tokenizer.encode_rendered(rendered)
+            chat = self.tokenizer.render_chat(messages)
+            ids, rendered = self.tokenizer.encode_rendered(chat), chat.text
         if text:
             ids = self.tokenizer.encode(text) if start else self.tokenizer.encode_after(None, text, "text_input")
         request = Request(

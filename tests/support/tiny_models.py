@@ -101,6 +101,25 @@ def make_sentencepiece_tiny(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def make_it_say(folder: Path, ids: list[int]) -> Path:
+    """Let the model of an unsharded folder with an output matrix of its own repeat these different tokens for ever.
+
+    After each of them the next one is the likeliest, whatever came before.
+    """
+
+    def follow(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+        said = tensors["model.embed_tokens.weight"][ids]
+        said = said / said.norm(dim=1, keepdim=True) / tensors["model.norm.weight"]
+        tensors["lm_head.weight"].zero_()
+        tensors["lm_head.weight"][ids[1:] + ids[:1]] = said
+
+    edit_tensors(folder, follow)
+    return folder
+
+
 def edit_config(folder: Path, **changes: object) -> None:
     """Overwrite keys of config.json."""
     file = folder / "config.json"

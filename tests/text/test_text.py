@@ -1,6 +1,7 @@
 """Joined deltas are one whole decode, cut at the first stop string; nothing comes too early (H01 to H04)."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from kvloom.text.bad_words import banned_tokens
 from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer
 from support.some_tokenizers import GREEDY, TRICKY, default_tokenizer, sentencepiece_metadata
@@ -57,6 +59,18 @@ def deltas(
     return [*found, stream.flush()], stream.stopped
 
 
+def whole_decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """What ``tokenizers`` makes of all the ids; of bytes that are no UTF-8 what Unicode recommends."""
+    theirs = tokenizer._backend.decode(list(ids))
+    if "\ufffd" not in theirs or tokenizer._backend.token_to_id("<0xC3>") is None:
+        return theirs
+    tokens = [tokenizer._backend.id_to_token(i) for i in ids if i not in tokenizer.special_tokens]
+    spelled = [token.replace("▁", " ") for token in tokens if token is not None]
+    data = b"".join(bytes.fromhex(token[3:5]) if token.startswith("<0x") else token.encode() for token in spelled)
+    text = data.decode(errors="replace")
+    return text.removeprefix(" ") if "Strip" in tokenizer._backend.to_str() else text
+
+
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_deltas_are_a_whole_decode(make: Any):
     tokenizer = make()
@@ -65,8 +79,7 @@ def test_deltas_are_a_whole_decode(make: Any):
     @given(ids_of(make))
     def check(ids: list[int]) -> None:
         found, stopped = deltas(tokenizer, ids)
-        whole = tokenizer.decode(ids)
-        assert "".join(found) == whole
+        assert "".join(found) == whole_decode(tokenizer, ids) == tokenizer.decode(ids)
         assert not stopped
 
     check()
@@ -77,13 +90,13 @@ def test_every_token_of_the_vocabulary(make: Any):
     tokenizer = make()
     for token_id in range(tokenizer.vocab_size):
         stream = TextStream(tokenizer)
-        assert stream.push(token_id) + stream.flush() == tokenizer.decode([token_id]), token_id
+        assert stream.push(token_id) + stream.flush() == whole_decode(tokenizer, [token_id]), token_id
 
 
 @pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
 def test_real_answers_come_as_they_are_decoded(entry: dict[str, Any]):
     found, _ = deltas(default_tokenizer(), entry["ids"])
-    assert "".join(found) == default_tokenizer().decode(entry["ids"])
+    assert "".join(found) == whole_decode(default_tokenizer(), entry["ids"])
     assert all(found[:-1]) or not entry["text"].isascii() or "<|" in entry["text"], "plain text must not lag"
 
 
@@ -113,14 +126,33 @@ def test_an_incomplete_character_is_replaced_at_the_end_only():
 
 
 def test_byte_runs_of_sentencepiece():
+    """A character is there with its last byte, whatever follows; what never became one is one U+FFFD."""
     tokenizer = sentencepiece_tokenizer()
     owl = tokenizer.encode("🦉")[-4:]
     letter = tokenizer.encode("<s>a")[1:]
-    assert deltas(tokenizer, [*owl, *letter])[0] == ["", "", "", "", "🦉a", ""]
-    broken = [*owl, owl[-1], *letter]
-    assert "".join(deltas(tokenizer, broken)[0]) == tokenizer.decode(broken) == "\ufffd" * 5 + "a"
+    assert deltas(tokenizer, [*owl, *letter])[0] == ["", "", "", "🦉", "a", ""]
+    assert deltas(tokenizer, [*owl, *owl, *owl[:3]])[0] == ["", "", "", "🦉", "", "", "", "🦉", "", "", "", "\ufffd"]
+    assert deltas(tokenizer, [*owl[:2], *owl, *letter])[0] == ["", "", "\ufffd", "", "", "🦉", "a", ""]
+    assert deltas(tokenizer, [*owl, owl[-1], *owl[:3], *letter])[0] == [
+        *["", "", "", "🦉", "\ufffd"],
+        "",
+        "",
+        "",
+        "\ufffda",
+        "",
+    ]
     # a special token is skipped before decoding, so the run goes on
     assert "".join(deltas(tokenizer, [*owl[:2], 2, *owl[2:]])[0]) == "🦉"
+
+
+def test_a_stop_string_inside_a_run_of_bytes_is_seen_at_once():
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer.encode("🦉🦉🦉")[-12:]
+    stream, read = TextStream(tokenizer, ("🦉🦉",)), 0
+    while not stream.stopped:
+        assert stream.push(ids[read]) == ""
+        read += 1
+    assert read == 8
 
 
 def test_added_tokens_with_plain_spelling():
@@ -133,6 +165,26 @@ def test_added_tokens_with_plain_spelling():
     for ids in ([0, 1, 2], [3, 4], [3, 5, 4], [3, 6, 4], [7, 8, 0], [3, 99, 4]):
         assert "".join(deltas(tokenizer, ids)[0]) == backend.decode(ids)
     assert "".join(deltas(tokenizer, [3, 5, 4])[0]) == "é"
+
+
+@pytest.mark.parametrize("in_vocabulary", [True, False])
+def test_added_tokens_whose_letters_all_spell_bytes(in_vocabulary: bool):
+    """What was added is matched in raw text and is that text (K10), but for single letters: the bytes of others."""
+    names = ["größe", "Ä!", "Ġx", "©"]
+    vocabulary = {character: i for i, character in enumerate(["a", "Ã", "©", "Ġ", "g", "r"])}
+    added = {name: len(vocabulary) + i for i, name in enumerate(names[:3])}
+    backend = Backend(models.BPE(vocab=vocabulary | (added if in_vocabulary else {}), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(name, normalized=False) for name in names])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), prefix=[], eos_ids=[])
+    for name, token_id in added.items():
+        assert tokenizer.encode(f"a{name}gr") == [0, token_id, 4, 5]
+        assert tokenizer.decode([token_id]) == name
+        assert deltas(tokenizer, [0, token_id, 4])[0] == ["a", name, "g", ""]
+        assert deltas(tokenizer, [0, token_id, 4], [name[1:]])[0] == ["a", name[0], "", ""]
+    assert banned_tokens(tokenizer, ["größe"])[0] == {(): (added["größe"],)}
+    assert tokenizer.decode([1, 2]) == "é"
 
 
 # Stop strings
@@ -243,11 +295,84 @@ def test_which_stop_and_where(text: str, stops: list[str], kept: str):
 
 def test_a_stop_that_completes_in_the_last_bytes_is_seen():
     tokenizer = sentencepiece_tokenizer()
-    stream = TextStream(tokenizer, ("🦉",))
-    assert "".join(stream.push(token_id) for token_id in tokenizer.encode("a🦉")) == "a"
+    stream = TextStream(tokenizer, ("\ufffd",))
+    assert "".join(stream.push(token_id) for token_id in tokenizer.encode("a🦉")[:-1]) == "a"
     assert not stream.stopped
     assert stream.flush() == ""
     assert stream.stopped
+
+
+def items(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """The characters of an answer, and its special tokens as one piece each."""
+    return [
+        item
+        for token_id in ids
+        for item in (
+            [tokenizer.special_tokens[token_id]]
+            if token_id in tokenizer.special_tokens
+            else tokenizer.decode([token_id])
+        )
+    ]
+
+
+def cut_at_items(found: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str, bool]:
+    """The rule, slowly: read until what was read, with special tokens or without, ends in a stop string."""
+    for end in range(1, len(found) + 1):
+        read, new = found[:end], found[end - 1]
+        text = "".join(item for item in read if len(item) == 1)
+        ends = []
+        for stop in stops:
+            if len(new) == 1 and text.endswith(stop):
+                ends.append((len(stop), stop))
+            spelled = [part for part in re.split(r"(<s>|</s>|<unk>|<\|\w+\|>)", stop) if part]
+            parts = [one for part in spelled for one in ([part] if part[0] == "<" and part[-1] == ">" else part)]
+            if len(parts) < len(stop) and read[-len(parts) :] == parts:
+                ends.append((sum(len(part) == 1 for part in parts), stop))
+        if ends:
+            length, stop = max(ends)
+            return text[: len(text) - length] + (stop if include else ""), True
+    return "".join(item for item in found if len(item) == 1), False
+
+
+@pytest.mark.parametrize("make", [default_tokenizer, sentencepiece_tokenizer_without_prefix])
+def test_a_stop_string_finds_the_special_tokens_that_it_spells(make: Any):
+    tokenizer = make()
+    names = sorted(tokenizer.special_tokens.items())[:3]
+    letters = [tokenizer.encode(f"x{letter}")[-1] for letter in ("a", "b", "ab")]
+    pieces = st.sampled_from(["a", "b", *[name for _, name in names]])
+    stops_of = st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3)
+    ids_of = st.lists(st.sampled_from([*letters, *[token_id for token_id, _ in names]]), max_size=12)
+
+    @settings(max_examples=600, deadline=None)
+    @given(ids_of, stops_of, st.booleans())
+    def check(ids: list[int], stops: list[str], include: bool) -> None:
+        expected = cut_at_items(items(tokenizer, ids), stops, include)
+        found, stopped = deltas(tokenizer, ids, stops, include)
+        assert ("".join(found), stopped) == expected
+        # shown special tokens are text like any other
+        stream = TextStream(tokenizer, tuple(stops), include, skip_special_tokens=False)
+        shown = "".join([*map(stream.push, ids), stream.flush()])
+        assert shown == cut(tokenizer.decode(ids, skip_special_tokens=False), stops, include)
+
+    check()
+
+
+def test_text_before_a_stop_at_a_special_token_is_held_no_longer_than_it_must():
+    tokenizer = default_tokenizer()
+    ids = [tokenizer.encode(text)[0] for text in ("a", "b", "<|im_start|>", "b", "<|im_end|>", "c")]
+    for stops, expected in [
+        (["<|im_start|>"], ["a", "b", "", ""]),
+        (["b<|im_end|>"], ["a", "", "", "b", "", ""]),
+        (["b<|im_start|>b"], ["a", "", "", "", ""]),
+        (["b<|im_start|>c", "x"], ["a", "", "", "b", "", "bc", ""]),
+        (["bb"], ["a", "", "", "", ""]),
+    ]:
+        stream, found = TextStream(tokenizer, tuple(stops)), []
+        for token_id in ids:
+            found.append(stream.push(token_id))
+            if stream.stopped:
+                break
+        assert [*found, stream.flush()] == expected, stops
 
 
 def test_streams_do_not_share_state():

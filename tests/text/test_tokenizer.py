@@ -253,11 +253,12 @@ def test_a_chat_has_the_ids_of_apply_chat_template(template: str, adds_eos: bool
     tokenizer = sentencepiece(adds_eos=adds_eos)
     folder = save_folder(tmp_path, tokenizer, **NAMED, chat_template=template)
     hf, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
-    for messages in (USER, [*USER, {"role": "assistant", "content": " 😀"}, {"role": "user", "content": "<s>?"}]):
+    for messages in (USER, [*USER, {"role": "assistant", "content": " 😀"}, {"role": "user", "content": "< s>?"}]):
         ids = ours.encode_chat(messages)
         assert ids == hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ids.count(1) == template.count("bos_token") + (len(messages) > 1)
-        assert ids.count(2) == template.count("eos_token")
+        assert (ids.count(1), ids.count(2)) == (template.count("bos_token"), template.count("eos_token"))
+    ids = ours.encode_chat([{"role": "user", "content": "</s><s>?"}])
+    assert (ids.count(1), ids.count(2)) == (template.count("bos_token"), template.count("eos_token"))
 
 
 def test_ends_come_from_every_config(tmp_path: Path):
@@ -334,7 +335,17 @@ def test_an_empty_prompt_is_refused():
         ('[{"role": 1, "content": "x"}]', "message 0: role"),
         ('[{"role": "user"}]', "message 0: content"),
         ('[{"role": "user", "content": null}]', "message 0: content"),
-        ('[{"role": "user", "content": [{"type": "text", "text": "x"}]}]', "message 0: content"),
+        ('[{"role": "user", "content": null, "tool_calls": []}]', "message 0: content"),
+        ('[{"role": "user", "content": 7}]', "message 0: content"),
+        ('[{"role": "user", "content": {"type": "text", "text": "x"}}]', "message 0: content"),
+        ('[{"role": "user", "content": []}]', "message 0: content"),
+        ('[{"role": "user", "content": ["x"]}]', "message 0: content: part 0 must be an object"),
+        ('[{"role": "user", "content": [{"text": "x"}]}]', "message 0: content: part 0 must be an object"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "message 0: content: part 0: text must be a string"),
+        (
+            '[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}]',
+            "message 0: content: part 1 is of type 'image_url'",
+        ),
     ],
 )
 def test_malformed_messages_are_refused(text: str, part: str):

@@ -9,6 +9,7 @@ from kvloom.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvloom.text.chat import Message
+    from kvloom.text.special_tokens import ChatText
     from kvloom.text.tokenizer import Tokenizer
 
 _BEFORE = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
@@ -81,13 +82,14 @@ def continue_chat(
     if chat is None:
         return Continuation(len(history), _after_answer(tokenizer, history, _follow_up(tokenizer, new), max_tokens))
     whole = tokenizer.render_chat([*chat.messages, *new])
-    before = (chat.rendered or tokenizer.render_chat(chat.messages[:-1])) + chat.messages[-1]["content"]
-    if whole.startswith(before):
-        return Continuation(len(history), _after_answer(tokenizer, history, whole[len(before) :], max_tokens), whole)
-    same = len(commonprefix([before, whole]))
+    before = (chat.rendered or tokenizer.render_chat(chat.messages[:-1]).text) + chat.messages[-1]["content"]
+    if whole.text.startswith(before):
+        after = _after_answer(tokenizer, history, whole.since(len(before)), max_tokens)
+        return Continuation(len(history), after, whole.text)
+    same = len(commonprefix([before, whole.text]))
     tokens, characters = max((mark for mark in chat.marks if mark[1] <= same), default=(0, 0))
     if tokens:
-        after = tokenizer.encode_after(history[tokens - 1], whole[characters:], "messages", max_tokens)
+        after = tokenizer.encode_after(history[tokens - 1], whole.since(characters), "messages", max_tokens)
     else:
         after = tokenizer.encode_rendered(whole, max_tokens)
     ids = [*history[:tokens], *after]
@@ -95,10 +97,10 @@ def continue_chat(
         (place for place, (old, new) in enumerate(zip(history, ids, strict=False)) if old != new),
         min(len(history), len(ids) - 1),
     )
-    return Continuation(keep, ids[keep:], whole)
+    return Continuation(keep, ids[keep:], whole.text)
 
 
-def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: str, max_tokens: int) -> list[int]:
+def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: "ChatText", max_tokens: int) -> list[int]:
     """The ids of what follows an answer; the end token that closes it may be there already."""
     ids = tokenizer.encode_after(history[-1], text, "messages", max_tokens)
     if history[-1] in tokenizer.eos_ids:
@@ -109,12 +111,12 @@ def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: str, max
     return ids
 
 
-def _follow_up(tokenizer: "Tokenizer", new: "Sequence[Message]") -> str:
+def _follow_up(tokenizer: "Tokenizer", new: "Sequence[Message]") -> "ChatText":
     """What the template writes from the end of an answer on, whatever came before it."""
-    before = tokenizer.render_chat(_BEFORE[:1]) + "y"
+    before = tokenizer.render_chat(_BEFORE[:1]).text + "y"
     whole = tokenizer.render_chat([*_BEFORE, *new])
-    if not whole.startswith(before):
+    if not whole.text.startswith(before):
         raise InvalidArgument(
             "messages", "this model's chat template can't continue a conversation that has turns without messages"
         )
-    return whole[len(before) :]
+    return whole.since(len(before))

@@ -71,7 +71,10 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
     free = free_on(device)
     plan = plan_memory(spec, settings, free.device, free.host)
     dtype, codec = DTYPES[activations_name(settings)], CODECS[plan.kv_dtype]
-    tokenizer = Tokenizer.from_gguf(files.metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.path)
+    if files.kind == "gguf":
+        tokenizer = Tokenizer.from_gguf(files.metadata, settings.chat_special_tokens)
+    else:
+        tokenizer = Tokenizer.from_folder(files.path, settings.chat_special_tokens)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     decoder = Decoder(spec, converted_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)

@@ -118,7 +118,8 @@ INPUTS = (
     Input(
         "messages",
         "STRING",
-        "JSON list of chat messages with `role` and `content`; the model's chat template is applied",
+        "JSON list of chat messages with `role` and `content` (text, or a list of text parts; may be null beside "
+        "`tool_calls`); the model's chat template is applied",
         part=Part.PROMPT,
     ),
     Input("input_ids", "INT32", "the prompt as token ids", part=Part.PROMPT, many=True),

@@ -196,7 +196,7 @@ def _prompt(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits
         if not start:
             return Prompt((), messages)
         rendered = tokenizer.render_chat(messages)
-        return Prompt(tuple(tokenizer.encode_rendered(rendered, limits.context_length)), messages, rendered)
+        return Prompt(tuple(tokenizer.encode_rendered(rendered, limits.context_length)), messages, rendered.text)
     if kind == "text_input":
         text = one(inputs, "text_input")
         if start or not text:

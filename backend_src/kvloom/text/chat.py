@@ -1,28 +1,20 @@
-"""Chat messages: parse them from a request and render them with the model's chat template."""
+"""Chat messages as a request has them."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
-
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from kvloom.errors import InvalidArgument
 
 Message = dict[str, Any]
-
-# A template can raise these, besides Jinja's own errors, when it does not expect a message
-_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
 
 ESCAPED, OTHER_KEYS = 6, 2**20
 r"""JSON needs at most 6 characters for one (``\u0041``). 2**20 characters are allowed for keys no template renders."""
 
 
 def parse_messages(text: str, max_characters: int | None = None) -> list[Message]:
-    """Read the ``messages`` input: a JSON list of objects with a role and a content.
+    """Read the ``messages`` input: a JSON list of objects with a role and a content, which is text or parts of text.
 
-    The template gets a message's other keys unchanged.
+    Beside tool calls there may be no content. Other keys of a message are left for the template.
 
     Args:
         text: the JSON.
@@ -30,7 +22,8 @@ def parse_messages(text: str, max_characters: int | None = None) -> list[Message
             parsing holds Python's lock and so delays all other requests.
 
     Raises:
-        InvalidArgument: the text is too long, not JSON, or an empty list; or a message has no string role or content.
+        InvalidArgument: too long, not JSON, an empty list, a message without a string role, or whose content is of
+            another kind; says which.
     """
     if max_characters is not None and len(text) > ESCAPED * max_characters + OTHER_KEYS:
         raise InvalidArgument("messages", f"have {len(text)} characters; a chat that fits the context has fewer")
@@ -47,23 +40,26 @@ def parse_messages(text: str, max_characters: int | None = None) -> list[Message
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise InvalidArgument("messages", f"message {index} must be an object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidArgument("messages", f"message {index}: {key} must be a string")
+        if not isinstance(message.get("role"), str):
+            raise InvalidArgument("messages", f"message {index}: role must be a string")
+        fault = _fault_of_content(message)
+        if fault:
+            raise InvalidArgument("messages", f"message {index}: {fault}")
     return messages
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], answer: bool = True) -> str:
-    """Render messages with the model's chat template; ``answer`` adds the generation prompt.
-
-    Raises:
-        InvalidArgument: the model has no template, or the template refuses these messages. Quotes the template's error.
-    """
-    if not tokenizer.chat_template:
-        raise InvalidArgument("messages", "this model has no chat template; send text_input instead")
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-    except TemplateError as error:
-        raise InvalidArgument("messages", f"refused by the model's chat template: {error}") from error
-    except _TEMPLATE_FAULTS as error:
-        raise InvalidArgument("messages", f"the model's chat template can't render them: {error}") from error
+def _fault_of_content(message: Message) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and (message.get("tool_calls") or message.get("function_call"))):
+        return None
+    if not isinstance(content, list) or not content:
+        return 'content must be a string or a list of parts like {"type": "text", "text": "Hello"}'
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            return f'content: part {index} must be an object like {{"type": "text", "text": "Hello"}}'
+        if kind != "text":
+            return f'content: part {index} is of type {kind!r}, which is not supported; supported: "text"'
+        if not isinstance(part.get("text"), str):
+            return f"content: part {index}: text must be a string"
+    return None

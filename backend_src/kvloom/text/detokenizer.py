@@ -1,7 +1,9 @@
-"""Decodes token ids to text, one token at a time. The joined texts equal one decode of all ids.
+"""Token ids to text, one token at a time.
 
-There is one small class for each supported decoder of ``tokenizers.Tokenizer``. Loading a model with any other decoder
-fails: no decoder is approximated.
+The joined texts are what ``tokenizers.Tokenizer.decode`` makes of all the ids, but for what it spoils: a run of byte
+tokens that is no UTF-8 as a whole (each of its bytes becomes U+FFFD there; here a character is text as soon as its last
+byte has come), and added tokens that happen to be spelled in GPT-2's alphabet of bytes. A kind of decoder that is not
+known here is refused when the model is loaded, never approximated.
 """
 
 import codecs
@@ -15,7 +17,6 @@ from tokenizers import Tokenizer as Backend
 from kvloom.errors import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -43,17 +44,27 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
     steps = _flatten(decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        byte_pieces = {
-            skip: [None if token is None else _byte_level_bytes(token) for token in tokens]
+        own = backend.get_vocab(with_added_tokens=False)
+        added = {
+            token.content
+            for token in backend.get_added_tokens_decoder().values()
+            # one letter of the vocabulary is the byte that it spells, which many other characters need
+            if len(token.content) > 1 or token.content not in own
+        }
+        pieces = {
+            skip: [
+                None if token is None else token.encode() if token in added else _byte_level_bytes(token)
+                for token in tokens
+            ]
             for skip, tokens in tables.items()
         }
-        return lambda skip_special: ByteLevelDetokenizer(byte_pieces[skip_special])
+        return lambda skip_special: _Utf8Detokenizer(pieces[skip_special])
     if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP]):
         pieces = {
-            skip: [None if token is None else _sentencepiece_piece(token) for token in tokens]
+            skip: [None if token is None else _sentencepiece_bytes(token) for token in tokens]
             for skip, tokens in tables.items()
         }
-        return lambda skip_special: SentencePieceDetokenizer(pieces[skip_special], strip=bool(steps[3:]))
+        return lambda skip_special: _Utf8Detokenizer(pieces[skip_special], strip=bool(steps[3:]))
     names = " + ".join(step["type"] for step in steps) or "none"
     raise ModelError(
         f"tokenizer decoder {names} is not supported; supported: ByteLevel, and SentencePiece's "
@@ -61,64 +72,34 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     )
 
 
-class ByteLevelDetokenizer:
-    """Byte-level BPE: a token is a few bytes, and the text is the UTF-8 decoding of all bytes.
+class _Utf8Detokenizer:
+    """A token is some bytes, the text is their UTF-8, undecodable bytes replaced.
 
     Python's incremental decoder replaces each maximal ill-formed part by one U+FFFD. Unicode recommends that (Unicode
     16, section 3.9), and ``tokenizers`` does the same in Rust. It holds back a character whose bytes are incomplete.
     """
 
-    __slots__ = ("_pieces", "_utf8")
+    __slots__ = ("_pieces", "_strip", "_utf8")
 
-    def __init__(self, pieces: Sequence[bytes | None]):
+    def __init__(self, pieces: Sequence[bytes | None], strip: bool = False):
+        """Start an answer.
+
+        Args:
+            pieces: the bytes of every id; None: it is skipped.
+            strip: leave out one blank at the beginning of the text.
+        """
         self._pieces = pieces
+        self._strip = strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """See :class:`Detokenizer`."""
         piece = self._pieces[token_id] if token_id < len(self._pieces) else None
-        return self._utf8.decode(piece) if piece else ""
+        return self._without_first_space(self._utf8.decode(piece)) if piece else ""
 
     def flush(self) -> str:
         """See :class:`Detokenizer`."""
-        return self._utf8.decode(b"", True)
-
-
-class SentencePieceDetokenizer:
-    """SentencePiece with byte fallback: a token is text, or one byte of a character that is not in the vocabulary.
-
-    As in ``tokenizers``, a run of byte tokens that is not valid UTF-8 as a whole becomes one U+FFFD per byte. So a
-    run's text is held back until the run ends.
-    """
-
-    __slots__ = ("_pieces", "_run", "_strip")
-
-    def __init__(self, pieces: Sequence[str | int | None], strip: bool):
-        self._pieces = pieces
-        self._run = bytearray()
-        self._strip = strip
-
-    def push(self, token_id: int) -> str:
-        """See :class:`Detokenizer`."""
-        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
-        if piece is None:  # ``tokenizers`` drops such tokens before decoding, so they don't end a run
-            return ""
-        if isinstance(piece, int):
-            self._run.append(piece)
-            return ""
-        return self._without_first_space(self._end_run() + piece if self._run else piece)
-
-    def flush(self) -> str:
-        """See :class:`Detokenizer`."""
-        return self._without_first_space(self._end_run())
-
-    def _end_run(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return _REPLACEMENT * len(run)
+        return self._without_first_space(self._utf8.decode(b"", True))
 
     def _without_first_space(self, text: str) -> str:
         if self._strip and text:
@@ -168,10 +149,10 @@ _BYTE_OF = _byte_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # as in ``tokenizers``, an added token may be spelled as plain text
+    except KeyError:  # spelled as plain text: it stands for itself, as in ``tokenizers``
         return token.encode()
 
 
-def _sentencepiece_piece(token: str) -> str | int:
+def _sentencepiece_bytes(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
-    return int(byte[1], 16) if byte else token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

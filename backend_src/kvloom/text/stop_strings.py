@@ -1,9 +1,15 @@
 """Streams the text of one answer: whole characters only, up to the first stop string."""
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvloom.text.tokenizer import Tokenizer
+
+
+_TOKEN = "\0token "
+"""Before the text of a special token that does not appear in an answer's text."""
 
 
 class TextStream:
@@ -13,11 +19,13 @@ class TextStream:
     first ends the answer; if two end at the same character, the longer one does. So the cut does not depend on the
     tokenization. Text that may be the beginning of a stop string is held back until the next characters decide.
 
+    Special tokens without text are found by a stop string that spells them, and count for no other.
+
     Attributes:
         stopped: a stop string was found. Tokens pushed afterwards are ignored.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_include_stop", "_searches", "stopped")
+    __slots__ = ("_detokenizer", "_held", "_hidden", "_include_stop", "_searches", "stopped")
 
     def __init__(
         self,
@@ -36,7 +44,12 @@ class TextStream:
             skip_special_tokens: leave special tokens out of the text.
         """
         self._detokenizer = tokenizer.new_detokenizer(skip_special_tokens)
-        self._searches = [_Search(text) for text in stop]
+        self._searches = [_Search(text, text) for text in stop]
+        self._hidden: Mapping[int, str] = {}
+        spelling = [text for text in stop if len(tokenizer.split_at_special(text)) > 1] if skip_special_tokens else []
+        if spelling:
+            self._hidden = tokenizer.special_tokens
+            self._searches += [_Search(text, _parts(tokenizer.split_at_special(text))) for text in spelling]
         self._include_stop = include_stop
         self._held = ""
         self.stopped = False
@@ -49,7 +62,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._detokenizer.push(token_id)
-        return self._until_stop(text) if may_stop else text
+        if not may_stop:
+            return text
+        return self._until_stop(text, self._hidden.get(token_id))
 
     def flush(self) -> str:
         """End the answer and return the text still held back.
@@ -65,18 +80,25 @@ class TextStream:
             self._held = ""
         return text
 
-    def _until_stop(self, new: str) -> str:
-        if not self._searches or not new:
+    def _until_stop(self, new: str, hidden: str | None = None) -> str:
+        """Continue with some text, or with a special token that has none."""
+        if not self._searches or not (new or hidden is not None):
             return new
         text = self._held + new
-        found = [(end, -len(search.stop)) for search in self._searches if (end := search.feed(new))]
+        found = []
+        for search in self._searches:
+            if hidden is None:
+                read = search.feed(new)
+                if read:
+                    found.append((len(self._held) + read, -search.length, search.stop))
+            elif search.spells_tokens and search.feed((_TOKEN + hidden,)):
+                found.append((len(self._held), -search.length, search.stop))
         if found:
-            end, minus_length = min(found)
-            end += len(self._held)
+            end, minus_length, stop = min(found)
             self._held = ""
             self.stopped = True
-            return text[: end if self._include_stop else end + minus_length]
-        certain = len(text) - max(search.matched for search in self._searches)
+            return text[: end + minus_length] + (stop if self._include_stop else "")
+        certain = len(text) - max(search.held for search in self._searches)
         self._held = text[certain:]
         return text[:certain]
 
@@ -85,34 +107,54 @@ class _Search:
     """Searches text that arrives in pieces for one stop string, in linear time (Knuth, Morris and Pratt, 1977).
 
     Attributes:
-        stop: the stop string.
-        matched: length of the longest prefix of ``stop`` that ends the text so far.
+        stop: the string looked for.
+        spells_tokens: some of it are special tokens that have no text.
+        length: how many characters of it have.
     """
 
-    __slots__ = ("_borders", "matched", "stop")
+    __slots__ = ("_borders", "_characters", "_matched", "_parts", "length", "spells_tokens", "stop")
 
-    def __init__(self, stop: str):
+    def __init__(self, stop: str, parts: Sequence[str]):
+        """Look for ``stop``; ``parts`` are its characters, and special tokens in it as one each."""
         self.stop = stop
-        self.matched = 0
-        # _borders[n]: length of the longest proper prefix of stop[:n] that is also its suffix
+        self._parts = parts
+        self._matched = 0
+        # [n]: how many of parts[:n] are characters
+        self._characters = list(accumulate((len(part) == 1 for part in parts), initial=0))
+        self.length = self._characters[-1]
+        self.spells_tokens = self.length < len(parts)
+        # [n]: length of the longest proper prefix of parts[:n] that is also its suffix
         self._borders = [0, 0]
         border = 0
-        for character in stop[1:]:
-            while border and character != stop[border]:
+        for part in parts[1:]:
+            while border and part != parts[border]:
                 border = self._borders[border]
-            border += character == stop[border]
+            border += part == parts[border]
             self._borders.append(border)
 
-    def feed(self, text: str) -> int:
-        """Search the next piece. Return the stop string's end in it, or 0 if the stop string is not complete."""
-        stop, borders, matched = self.stop, self._borders, self.matched
-        if not matched and stop[0] not in text:
+    @property
+    def held(self) -> int:
+        """How many characters at the end of the text so far are the beginning of ``stop``, at most."""
+        return self._characters[self._matched]
+
+    def feed(self, text: Sequence[str]) -> int:
+        """Continue with more parts; return how many were read when the stop string was complete, 0 if it is not."""
+        parts, borders, matched = self._parts, self._borders, self._matched
+        if not matched and parts[0] not in text:
             return 0
         for position, character in enumerate(text, 1):
-            while matched and character != stop[matched]:
+            while matched and character != parts[matched]:
                 matched = borders[matched]
-            matched += character == stop[matched]
-            if matched == len(stop):
+            matched += character == parts[matched]
+            if matched == len(parts):
                 return position
-        self.matched = matched
+        self._matched = matched
         return 0
+
+
+def _parts(pieces: Sequence[str]) -> list[str]:
+    """Characters and special tokens of a text; every second piece of it is a special token."""
+    parts: list[str] = []
+    for number, piece in enumerate(pieces):
+        parts += [_TOKEN + piece] if number % 2 else piece
+    return parts

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.errors import InvalidArgument, ModelError
-from kvloom.text import chat, gguf_tokenizer
+from kvloom.text import gguf_tokenizer
+from kvloom.text.chat import Message
+from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.detokenizer import detokenizer_factory
+from kvloom.text.special_tokens import ChatText, SpecialTokens
 
 _ANCHORS = ("\n", "0", ".")
 """Texts whose tokens rarely merge with the text that follows."""
@@ -22,18 +26,27 @@ class Tokenizer:
     Attributes:
         bos_id: the BOS token's id; None if the model has none.
         eos_ids: every id that ends an answer.
-        vocab_size: the largest id plus one. The model's embedding may have more (unused) rows.
-        new_detokenizer: makes the :class:`kvloom.text.detokenizer.Detokenizer` of one answer. Its argument says
-            whether special tokens are skipped.
+        special_tokens: text by id of the tokens that are skipped with ``skip_special_tokens``.
+        vocab_size: one more than the largest id; the model's embedding may have more (unused) rows.
+        new_detokenizer: makes a :class:`kvloom.text.detokenizer.Detokenizer` for one answer; called with whether
+            special tokens are skipped.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerFast, *, prefix: Sequence[int], eos_ids: Iterable[int]):
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerFast,
+        *,
+        prefix: Sequence[int],
+        eos_ids: Iterable[int],
+        chat_special_tokens: bool = False,
+    ):
         """Wrap a tokenizer.
 
         Args:
             hf: the tokenizer, with its chat template.
             prefix: ids that every prompt begins with. For nearly all models they are [BOS] or empty.
             eos_ids: every id that ends an answer.
+            chat_special_tokens: special tokens that the text of messages spells are special tokens.
 
         Raises:
             ModelError: the tokenizer's decoder can't be streamed exactly.
@@ -49,7 +62,15 @@ class Tokenizer:
         # A token is at most as long in the text as in the vocabulary, unless a normalizer joins characters (up to 4)
         self._longest_token = max(map(len, vocabulary)) * (4 if self._backend.normalizer is not None else 1)
         self.new_detokenizer = detokenizer_factory(self._backend)
-        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        added = self._backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_tokens = {
+            token_id: token.content for token_id, token in added.items() if token.special and token.content
+        }
+        longest_first = sorted(self.special_tokens.values(), key=len, reverse=True)
+        self._special_token = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._template = ChatTemplate(hf)
+        self._special = None if chat_special_tokens else SpecialTokens(self._backend, self._template.turns)
         self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
 
     @property
@@ -59,10 +80,11 @@ class Tokenizer:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face model folder with ``AutoTokenizer``. Code in the folder is not run.
+    def from_folder(cls, path: str | Path, chat_special_tokens: bool = False) -> "Tokenizer":
+        """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
 
         An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
+        ``chat_special_tokens``: see ``__init__``.
 
         Raises:
             ModelError: tokenizer.json is missing, broken or not supported.
@@ -88,20 +110,21 @@ class Tokenizer:
         hf.backend_tokenizer.no_padding()
         if hf.eos_token_id is not None:
             eos_ids.add(hf.eos_token_id)
-        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids)
+        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids, chat_special_tokens=chat_special_tokens)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Build the tokenizer from a GGUF file's metadata.
+    def from_gguf(cls, metadata: Mapping[str, Any], chat_special_tokens: bool = False) -> "Tokenizer":
+        """Build the tokenizer that a GGUF file's key-value store describes.
 
         Args:
-            metadata: plain Python values by key, with at least the keys under ``tokenizer.``.
+            metadata: plain Python values by key, those under ``tokenizer.`` at least.
+            chat_special_tokens: see ``__init__``.
 
         Raises:
             ModelError: a key is missing or malformed, or names a tokenizer that is not supported.
         """
         parts = gguf_tokenizer.build(metadata)
-        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids)
+        return cls(parts.hf, prefix=parts.prefix, eos_ids=parts.eos_ids, chat_special_tokens=chat_special_tokens)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a raw prompt.
@@ -129,10 +152,11 @@ class Tokenizer:
         """
         return self._encode(text, field, max_tokens)
 
-    def encode_chat(self, messages: Sequence[chat.Message], max_tokens: int | None = None) -> list[int]:
-        """Token ids of a chat with its generation prompt, the same as ``apply_chat_template(tokenize=True)``.
+    def encode_chat(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+        """Token ids of a chat up to where the assistant answers: the same as ``apply_chat_template(tokenize=True)``.
 
-        The template alone adds BOS and EOS. ``max_tokens``: see ``encode``.
+        But what the messages themselves say is text, also where it spells special tokens. The template alone decides
+        about BOS and EOS, so that nothing is added twice. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: the model has no template, the template refuses the messages, or they are too long or
@@ -140,24 +164,33 @@ class Tokenizer:
         """
         return self.encode_rendered(self.render_chat(messages), max_tokens)
 
-    def render_chat(self, messages: Sequence[chat.Message], answer: bool = True) -> str:
-        """Render messages with the chat template; ``answer`` adds the generation prompt.
+    def render_chat(self, messages: Sequence[Message], answer: bool = True) -> ChatText:
+        """What the chat template makes of messages; with ``answer``, up to where the assistant answers.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the messages.
         """
-        return chat.render(self._hf, messages, answer)
+        text = self._template.render(messages, answer)
+        masked = None if self._special is None else self._special.mask(messages, text)
+        if self._special is None or masked is None:
+            return ChatText(text, text)
+        rendered = masked.rendered(self._template.render(masked.messages, answer))
+        # where the template has left out what was spelled, as some do with thoughts, it shall see what was said
+        forged = self._special.written(rendered.masked) != self._special.written(text)
+        return rendered if forged else ChatText(text, text)
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered chat or a part of one, with no token added. ``max_tokens``: see ``encode``.
+    def encode_rendered(self, rendered: str | ChatText, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered chat or a part of one: nothing is added. ``max_tokens``: see ``encode``.
 
         Raises:
             InvalidArgument: the text is too long or contains half of a surrogate pair.
         """
-        return self._encode(text, "messages", max_tokens)
+        return self._encode(rendered, "messages", max_tokens)
 
-    def encode_after(self, before: int | None, text: str, field: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text that continues after the token ``before`` (None: after ordinary text).
+    def encode_after(
+        self, before: int | None, text: str | ChatText, field: str, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a piece of text that goes on after the token ``before`` (None: some text), as within one text.
 
         SentencePiece tokenizers put a space before the text they encode and after every special token. A text that
         continues ordinary text gets no such space here. ``field``: see ``encode_piece``. ``max_tokens``: see
@@ -176,15 +209,21 @@ class Tokenizer:
         """Whether ``encode_after`` encodes a text after this token as it encodes the beginning of a text."""
         return self._puts_blank_first and before in self._added
 
+    def split_at_special(self, text: str) -> list[str]:
+        """A text cut at the special tokens that it spells, which are every second piece; others may be empty."""
+        return self._special_token.split(text)
+
     def max_characters(self, tokens: int) -> int:
         """The most characters of text that this many tokens can have."""
         return tokens * self._longest_token
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode all ids at once. Unknown ids are skipped. Spaces before punctuation stay as they are."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
+        detokenizer = self.new_detokenizer(skip_special_tokens)
+        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
-    def _encode(self, text: str, field: str, max_tokens: int | None = None) -> list[int]:
+    def _encode(self, said: str | ChatText, field: str, max_tokens: int | None = None) -> list[int]:
+        text = said if isinstance(said, str) else said.text
         if max_tokens is not None and len(text) > self.max_characters(max_tokens):
             raise InvalidArgument(field, f"has {len(text)} characters; that can't fit context_length {max_tokens}")
         try:
@@ -194,15 +233,20 @@ class Tokenizer:
             raise InvalidArgument(
                 field, f"character {error.start} is {half}, half of a surrogate pair; send valid Unicode"
             ) from error
-        return self._plain(text)
+        return self._plain(said)
 
-    def _after_anchor(self, text: str, anchor: str) -> list[int] | None:
-        """Token ids of a text without the tokenizer's leading space; None if the text merges with the anchor."""
-        start, ids = self._plain(anchor), self._plain(anchor + text)
+    def _after_anchor(self, text: str | ChatText, anchor: str) -> list[int] | None:
+        """Token ids of a text without what the tokenizer puts first; None where the anchor grows together with it."""
+        start = self._plain(anchor)
+        ids = self._plain(anchor + text if isinstance(text, str) else text.after(anchor))
         return ids[len(start) :] if ids[: len(start)] == start else None
 
-    def _plain(self, text: str) -> list[int]:
-        # Unlike encode(), this lets other Python threads run in the meantime
+    def _plain(self, text: str | ChatText) -> list[int]:
+        if isinstance(text, ChatText):
+            if self._special is not None and text.masked != text.text:
+                return self._special.encode(text)
+            text = text.text
+        # unlike encode(), lets other Python threads run meanwhile
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
