@@ -12,20 +12,20 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import grpc.experimental.gevent
 from locust import LoadTestShape, User, events, task
 
-from kvloom_client import Client, HttpClient, KvloomClientError
+from kvloom_client import Client, Conversation, HttpClient, KvloomClientError, NotFound, Stream
 from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
-from kvloom_load.scenarios import SCENARIOS, Ask, Conversation, requests
+from kvloom_load.scenarios import SCENARIOS, Ask, Chat, requests, turn
 
 # before the first channel: gRPC then waits in threads of gevent's pool instead of blocking every user
 grpc.experimental.gevent.init_gevent()
@@ -33,8 +33,11 @@ grpc.experimental.gevent.init_gevent()
 # a line for every request
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
-TURNS = 4
-"""Turns of a chat."""
+LEFT = 0.2
+"""Share of the conversations that users leave without an end, as people do. The server has to clean them up."""
+
+END_TIMEOUT_S = 5.0
+"""Seconds that the end of a conversation may take when a user goes."""
 
 AFTER_FAILURE_S = 0.5
 """Seconds that a user waits after a failed answer."""
@@ -52,6 +55,8 @@ def _options(parser: Any) -> None:
     group.add_argument("--scenario", choices=list(SCENARIOS), default="steady", help="What the users do.")
     group.add_argument("--lengths", default=str(DEFAULT_FILE), help="JSON file of prompt and answer lengths.")
     group.add_argument("--answer-timeout", type=float, default=60.0, help="Seconds an answer may take.")
+    group.add_argument("--turns", type=int, default=4, help="Turns of a conversation.")
+    group.add_argument("--thinking", type=float, default=0.0, help="Mean seconds between the turns of a conversation.")
     group.add_argument("--seed", type=int, default=0, help="The same seed asks the same questions.")
     group.add_argument("--answers-file", default="", help="Write every answer's times there, as JSON.")
 
@@ -132,14 +137,23 @@ class StreamUser(User):
         """One question and its answer."""
         self.read(next(self.asks))
 
-    def read(self, ask: Ask) -> str | None:
-        """Ask and read the answer; its text, or None if it failed."""
-        arrivals = Arrivals(time.monotonic(), outcome="cut")
+    def read(self, ask: Ask, begin: Callable[..., Stream] | None = None, turn: int = 0) -> str | None:
+        """Ask and read the answer.
+
+        Args:
+            ask: the question.
+            begin: begins the stream; the client's own way if it is None.
+            turn: which turn of a conversation this is, from 1.
+
+        Returns:
+            The answer's text; None if it failed.
+        """
+        arrivals = Arrivals(time.monotonic(), outcome="cut", turn=turn)
         if self.options.answers_file:  # a test without end would fill the memory
             record.answers.append(arrivals)
         texts: list[str] = []
         try:
-            with self.client.stream(timeout=self.options.answer_timeout, **ask.request) as stream:
+            with (begin or self.client.stream)(timeout=self.options.answer_timeout, **ask.request) as stream:
                 for chunk in stream:
                     arrivals.add(chunk, time.monotonic())
                     texts.append(chunk.text)
@@ -148,6 +162,7 @@ class StreamUser(User):
                         stream.cancel()
         except KvloomClientError as error:
             arrivals.outcome = "failed"
+            arrivals.lost = isinstance(error, NotFound)
             # no time: how long it took to fail says nothing about answers
             self._fire(response_time=None, response_length=arrivals.tokens, exception=error)
         finally:
@@ -163,6 +178,11 @@ class StreamUser(User):
             arrivals.outcome = "ok"
             self._succeed(arrivals)
         return "".join(texts)
+
+    def think(self) -> None:
+        """Wait as a person does before the next turn."""
+        if self.options.thinking:
+            time.sleep(self.rng.expovariate(1 / self.options.thinking))
 
     def _succeed(self, arrivals: Arrivals) -> None:
         self._fire(response_time=arrivals.seconds * 1000, response_length=arrivals.tokens, exception=None)
@@ -186,6 +206,7 @@ class GrpcUser(StreamUser):
     """Streams from `llm` over gRPC."""
 
     host = "127.0.0.1:8001"
+    client: Client
 
     def connect(self) -> Client:
         """The client of all users."""
@@ -203,22 +224,48 @@ class SseUser(StreamUser):
 
 
 class ChatUser(GrpcUser):
-    """Holds conversations of some turns over gRPC; each turn sends all that was said before."""
+    """Chats in some turns over gRPC. Each turn sends everything that was said before."""
 
-    conversation: Conversation | None = None
-    turns_left = 0
+    chat: Chat | None = None
+    turn = 0
 
     def ask(self) -> None:
-        """One turn; after the last one, or one that failed, a new conversation begins."""
-        if self.conversation is None or self.turns_left == 0:
-            self.conversation = Conversation(self.kinds["turn"], self.rng)
-            self.turns_left = TURNS
-        text = self.read(self.conversation.turn())
-        self.turns_left -= 1
-        if text is None:
-            self.conversation = None
+        """One turn. A new chat begins after the last turn, and after one that failed."""
+        if self.chat is None:
+            self.chat, self.turn = Chat(self.kinds["turn"], self.rng), 0
+        self.turn += 1
+        text = self.read(self.chat.turn(), turn=self.turn)
+        if text is None or self.turn == self.options.turns:
+            self.chat = None
         else:
-            self.conversation.answered(text)
+            self.chat.answered(text)
+            self.think()
+
+
+class ConversationUser(GrpcUser):
+    """Holds conversations in some turns over gRPC. The server keeps their cache; each turn sends only what is new."""
+
+    talk: Conversation | None = None
+    turn = 0
+
+    def ask(self) -> None:
+        """One turn. A new conversation begins after the last turn, and after one that failed."""
+        if self.talk is None:
+            self.talk, self.turn = self.client.conversation(), 0
+        self.turn += 1
+        over = self.turn == self.options.turns
+        last = over and self.rng.random() >= LEFT
+        text = self.read(turn(self.kinds["turn"], self.rng), partial(self.talk.stream, last=last), self.turn)
+        if text is None or over:
+            self.talk = None
+        else:
+            self.think()
+
+    def on_stop(self) -> None:
+        """End the conversation that is under way."""
+        if self.talk is not None:
+            with suppress(KvloomClientError):  # the answers have told what is wrong with the server
+                self.talk.end(timeout=END_TIMEOUT_S)
 
 
 class Load(LoadTestShape):

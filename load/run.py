@@ -6,7 +6,7 @@ servers themselves, on free ports, and write build/reports/NAME.json and NAME.ht
 
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvloom_client import KvloomClientError
 from kvloom_load import report
 from kvloom_load.comparisons import COMPARISONS, Comparison, ComparisonName, Configuration, serve
 from kvloom_load.counts import counts
-from kvloom_load.drive import LoadPlan, UserName, drive
+from kvloom_load.drive import TALK, LoadPlan, UserName, drive
 from kvloom_load.figures import Target, add_efficiency, row
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
 from kvloom_load.machine import cpu
@@ -39,6 +39,8 @@ Assignments = Annotated[list[str] | None, typer.Option("--set", help="A server s
 Ttft = Annotated[float, typer.Option(min=0, help="Target for the first token of a good answer.")]
 Itl = Annotated[float, typer.Option(min=0, help="Target for the mean time between its tokens.")]
 Timeout = Annotated[int, typer.Option(min=1, help="Seconds an answer may take.")]
+Turns = Annotated[int, typer.Option(min=1, help="Turns of a conversation, for users who talk.")]
+Thinking = Annotated[float, typer.Option("--thinking-s", min=0, help="Mean seconds between its turns.")]
 Name = Annotated[str | None, typer.Option(help="Name of the report.", show_default="load-SCENARIO-USER")]
 Folder = Annotated[Path, typer.Option(help="Where the report goes.", metavar="DIR", file_okay=False)]
 
@@ -56,13 +58,16 @@ def run(
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
     answer_timeout: Timeout = LoadPlan.answer_timeout,
+    turns: Turns = LoadPlan.turns,
+    thinking_s: Thinking = LoadPlan.thinking_s,
     name: Name = None,
     folder: Folder = REPORTS,
 ) -> None:
     """Test one server."""
     comparison = Comparison((Configuration(),), scenario, user)
+    plan = _plan(comparison, seconds, lengths, answer_timeout, turns, thinking_s)
     name = name or f"load-{scenario}-{user}"
-    _test(name, comparison, users, seconds, lengths, assignments, Target(ttft_ms, itl_ms), answer_timeout, folder)
+    _test(name, comparison, users, plan, assignments, Target(ttft_ms, itl_ms), folder)
 
 
 @app.command()
@@ -75,35 +80,43 @@ def compare(
     ttft_ms: Ttft = Target.ttft_ms,
     itl_ms: Itl = Target.itl_ms,
     answer_timeout: Timeout = LoadPlan.answer_timeout,
+    turns: Turns = LoadPlan.turns,
+    thinking_s: Thinking = LoadPlan.thinking_s,
     folder: Folder = REPORTS,
 ) -> None:
     """Test two configurations of the server, one after the other, and show them side by side."""
-    target = Target(ttft_ms, itl_ms)
-    _test(f"load-{what}", COMPARISONS[what], users, seconds, lengths, assignments, target, answer_timeout, folder)
+    comparison = COMPARISONS[what]
+    plan = _plan(comparison, seconds, lengths, answer_timeout, turns, thinking_s)
+    _test(f"load-{what}", comparison, users, plan, assignments, Target(ttft_ms, itl_ms), folder)
 
 
-def _test(
-    name: str,
-    comparison: Comparison,
-    users: str,
-    seconds: int,
-    lengths: Path,
-    assignments: list[str] | None,
-    target: Target,
-    answer_timeout: int,
-    folder: Path,
-) -> None:
-    numbers = counts(users, "--users")
-    settings = parse_assignments(assignments or [])
-    _check(comparison, lengths, settings)
-    plan = LoadPlan(
+def _plan(
+    comparison: Comparison, seconds: int, lengths: Path, answer_timeout: int, turns: int, thinking_s: float
+) -> LoadPlan:
+    return LoadPlan(
         comparison.user,
         comparison.scenario,
         seconds,
         lengths,
         answer_timeout=answer_timeout,
         stop_timeout=answer_timeout,
+        turns=turns,
+        thinking_s=thinking_s,
     )
+
+
+def _test(
+    name: str,
+    comparison: Comparison,
+    users: str,
+    plan: LoadPlan,
+    assignments: list[str] | None,
+    target: Target,
+    folder: Path,
+) -> None:
+    numbers = counts(users, "--users")
+    settings = parse_assignments(assignments or [])
+    _check(comparison, plan.lengths, settings)
     REPORTS.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     progress = Progress(plan, numbers, len(comparison.configurations))
@@ -111,7 +124,8 @@ def _test(
         with serve(configuration, settings) as server:
             for count in numbers:
                 page = REPORTS / f"{name}-locust-{number}-{count}.html"
-                rows.append(row(drive(server, plan, count, page), configuration.name, target))
+                chosen = replace(plan, user=configuration.user or plan.user)
+                rows.append(row(drive(server, chosen, count, page), configuration.name, target))
                 progress.finished(rows[-1])
     add_efficiency(rows)
     meta = {
@@ -119,13 +133,15 @@ def _test(
         "about": f"{comparison.scenario}: {SCENARIOS[comparison.scenario].about}",
         "user": comparison.user,
         "scenario": comparison.scenario,
-        "seconds": seconds,
+        "seconds": plan.seconds,
         "model": Path(settings.get("model", "default")).name,
         "settings": settings,
         "configurations": [asdict(configuration) for configuration in comparison.configurations],
-        "lengths": lengths.name,
+        "lengths": plan.lengths.name,
         "target": asdict(target),
-        "answer_timeout_s": answer_timeout,
+        "answer_timeout_s": plan.answer_timeout,
+        "turns": plan.turns,
+        "thinking_s": plan.thinking_s,
         "seed": plan.seed,
         "cpu": cpu(),
         "versions": {name: version(name) for name in ("kvloom", "locust", "nvidia-pytriton", "torch")},
@@ -148,7 +164,7 @@ def _check(comparison: Comparison, lengths: Path, settings: dict[str, str]) -> N
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--lengths'") from error
     mix = [name for name, _ in SCENARIOS[comparison.scenario].mix]
-    for kind in ["turn"] if comparison.user == "ChatUser" else mix:
+    for kind in ["turn"] if comparison.user in TALK else mix:
         if kind not in kinds:
             raise typer.BadParameter(f"{lengths}: there is no kind {kind!r}", param_hint="'--lengths'")
     for configuration in comparison.configurations:

@@ -19,6 +19,10 @@ class Arrivals:
         counts: how many tokens came with it.
         unseen: tokens that came since, without text.
         outcome: ``ok``, ``cancelled`` by the user, ``failed``, or ``cut`` by the end of the test.
+        turn: which turn of a conversation the answer belongs to, from 1; 0 for a question without a conversation.
+        prompt_tokens: tokens of the prompt with the conversation's history, where the server told them.
+        cached_tokens: how many of them it did not compute anew.
+        lost: the server did not have the conversation any more.
     """
 
     begin: float
@@ -27,10 +31,17 @@ class Arrivals:
     counts: list[int] = field(default_factory=list)
     unseen: int = 0
     outcome: str = ""
+    turn: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    lost: bool = False
 
     def add(self, chunk: Chunk, now: float) -> None:
         """Note a chunk."""
         self.unseen += chunk.num_output_tokens
+        if chunk.usage is not None:
+            self.prompt_tokens = chunk.usage["prompt_tokens"]
+            self.cached_tokens = chunk.usage["cached_tokens"]
         if chunk.text:
             self.times.append(now)
             # a server that does not count its tokens sends one at a time

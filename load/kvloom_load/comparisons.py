@@ -16,7 +16,7 @@ from kvloom.launcher.repository import SOURCE, ModelRepository
 from kvloom_load.drive import UserName
 from kvloom_load.scenarios import ScenarioName
 
-ComparisonName = Literal["max_running", "prefix_cache", "batcher_delay"]
+ComparisonName = Literal["max_running", "prefix_cache", "batcher_delay", "conversations"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class Configuration:
         name: for the report.
         settings: kvloom's settings that differ from their defaults.
         batcher_delay_us: how long Triton's dynamic batcher of `generate` holds a request back to find it company.
+        user: who asks, where it is not the comparison's user.
     """
 
     name: str = "default"
     settings: Mapping[str, str] = field(default_factory=dict)
     batcher_delay_us: int = 0
+    user: UserName | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,14 @@ COMPARISONS: dict[ComparisonName, Comparison] = {
             Configuration("generate: delay of 5 ms", batcher_delay_us=5000),
         ),
         user="SseUser",
+    ),
+    "conversations": Comparison(
+        (
+            Configuration("the whole chat, no prefix cache", {"prefix_cache": "false"}, user="ChatUser"),
+            Configuration("the whole chat", user="ChatUser"),
+            Configuration("only what is new", user="ConversationUser"),
+        ),
+        user="ConversationUser",
     ),
 }
 

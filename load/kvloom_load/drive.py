@@ -17,8 +17,10 @@ from kvloom_load.scrape import Metrics, TritonStats, Watch
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 MODELS = ("llm", "generate")
-UserName = Literal["GrpcUser", "SseUser", "ChatUser"]
+UserName = Literal["GrpcUser", "SseUser", "ChatUser", "ConversationUser"]
 USERS: tuple[UserName, ...] = get_args(UserName)
+TALK: tuple[UserName, ...] = ("ChatUser", "ConversationUser")
+"""The users who talk in turns. Their requests are of the kind ``turn``."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class LoadPlan:
         answer_timeout: seconds an answer may take.
         stop_timeout: seconds that running answers get at the end; those that take longer are cut.
         seed: the same seed asks the same questions.
+        turns: how many turns a conversation has.
+        thinking_s: mean seconds that a user in a conversation waits before the next turn.
     """
 
     user: UserName = "GrpcUser"
@@ -42,6 +46,8 @@ class LoadPlan:
     answer_timeout: int = 60
     stop_timeout: int = 60
     seed: int = 0
+    turns: int = 4
+    thinking_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ def run_locust(address: str, plan: LoadPlan, users: int, html: Path | None = Non
                 *("--run-time", f"{plan.seconds}s", "--stop-timeout", str(plan.stop_timeout)),
                 *("--scenario", plan.scenario, "--lengths", str(plan.lengths), "--seed", str(plan.seed)),
                 *("--answer-timeout", str(plan.answer_timeout), "--answers-file", str(answers)),
+                *("--turns", str(plan.turns), "--thinking", str(plan.thinking_s)),
                 *("--json-file", str(statistics.with_suffix("")), "--only-summary", "--loglevel", "WARNING"),
                 *("--exit-code-on-error", "0"),
                 *(("--html", str(html)) if html else ()),

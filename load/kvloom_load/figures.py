@@ -65,6 +65,11 @@ def row(run: Run, configuration: str, target: Target) -> dict[str, Any]:
         },
         "triton": {model: _triton(stats) for model, stats in run.triton.items()},
         "locust": [_locust(entry) for entry in run.seen.statistics],
+        "turns": turns(run.seen.answers),
+        "conversations": {
+            "begun": sum(answer.turn == 1 for answer in run.seen.answers),
+            "lost": sum(answer.lost for answer in run.seen.answers),
+        },
         "timeline": timeline(run),
         "latencies": latencies(run),
     }
@@ -96,6 +101,26 @@ def summary(seconds: Iterable[float]) -> dict[str, float] | None:
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
     figures = {"mean": statistics.fmean(values), **{f"p{percent}": cuts[percent - 1] for percent in PERCENTILES}}
     return {name: round(value * 1000, 3) for name, value in figures.items()}
+
+
+def turns(answers: Iterable[Arrivals]) -> list[dict[str, Any]]:
+    """The complete answers of conversations by turn: TTFT, and the means of what was to know and what was computed."""
+    by_turn: dict[int, list[Arrivals]] = {}
+    for answer in answers:
+        if answer.turn and answer.outcome == "ok":
+            by_turn.setdefault(answer.turn, []).append(answer)
+    return [
+        {
+            "turn": turn,
+            "answers": len(of_turn),
+            "ttft_ms": summary(answer.ttft for answer in of_turn if answer.ttft is not None),
+            "prompt_tokens": round(statistics.fmean(answer.prompt_tokens for answer in of_turn), 1),
+            "computed_tokens": round(
+                statistics.fmean(answer.prompt_tokens - answer.cached_tokens for answer in of_turn), 1
+            ),
+        }
+        for turn, of_turn in sorted(by_turn.items())
+    ]
 
 
 def timeline(run: Run) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvloom", "f
 from matplotlib import colormaps  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import ScalarFormatter  # noqa: E402
+from matplotlib.ticker import MaxNLocator, ScalarFormatter  # noqa: E402
 
 Row = dict[str, Any]
 Buckets = list[tuple[float | None, float]]
@@ -78,6 +78,26 @@ def timeline(row: Row) -> str:
     requests.set_ylim(bottom=0)
     requests.grid(visible=False)
     figure.legend(loc="outside lower center", ncols=3)
+    return _svg(figure)
+
+
+def turns(rows: Sequence[Row]) -> str:
+    """TTFT and computed tokens over the turns of conversations, of tests with the same number of users."""
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    first, second = figure.subplots(1, 2)
+    for number, row in enumerate(rows):
+        colour, at = f"C{number}", [turn["turn"] for turn in row["turns"]]
+        first.plot(
+            at, [turn["ttft_ms"]["p50"] for turn in row["turns"]], "o-", color=colour, label=row["configuration"]
+        )
+        second.plot(at, [turn["prompt_tokens"] for turn in row["turns"]], ":", color=colour, label="history and prompt")
+        second.plot(at, [turn["computed_tokens"] for turn in row["turns"]], "o-", color=colour, label="computed")
+    first.set(title="time to first token", xlabel="turn", ylabel="ms, p50")
+    second.set(title="tokens", xlabel="turn", ylabel="mean")
+    for axes in (first, second):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=0)
+        axes.legend()
     return _svg(figure)
 
 

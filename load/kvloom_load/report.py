@@ -30,6 +30,7 @@ def write(folder: Path, name: str, meta: dict[str, Any], rows: list[Row]) -> Pat
 def html(meta: dict[str, Any], rows: list[Row]) -> str:
     """The page: all in one file, without scripts and without anything from elsewhere."""
     most = max(row["users"] for row in rows)
+    talking = [row for row in rows if row["users"] == most and row["turns"]]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["figure"] = lambda value: "–" if value is None else f"{value:,.4g}"
     return environment.get_template(TEMPLATE).render(
@@ -37,6 +38,8 @@ def html(meta: dict[str, Any], rows: list[Row]) -> str:
         rows=rows,
         checks=[(row, _means(row)) for row in rows],
         plots={name: Markup(svg) for name, svg in _plots(rows, meta).items()},  # noqa: S704 our own SVG
+        talks=[row for row in rows if row["turns"]],
+        turns=Markup(plots.turns(talking)) if talking else None,  # noqa: S704
         timelines=[
             (Markup(plots.timeline(row)), Markup(plots.latencies(row)))  # noqa: S704
             for row in rows

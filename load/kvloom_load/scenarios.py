@@ -1,7 +1,7 @@
 """What the users of a load test do: how many there are at which time, and what they ask for."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,29 +81,34 @@ def requests(scenario: Scenario, kinds: Mapping[str, Kind], rng: random.Random) 
         )
 
 
-class Conversation:
-    """A chat whose every turn sends all that was said before."""
+class Chat:
+    """A chat in which every turn sends everything that was said before."""
 
     def __init__(self, kind: Kind, rng: random.Random):
         self._kind = kind
         self._rng = rng
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Mapping[str, str]] = []
 
     def turn(self) -> Ask:
         """The user says something."""
-        self._messages.append({"role": "user", "content": " ".join(self._rng.choices(WORDS, k=self._words()))})
-        return Ask(
-            RequestArguments(
-                messages=list(self._messages),
-                max_tokens=self._kind.output.draw(self._rng),
-                temperature=0.0,
-                ignore_eos=True,
-            )
-        )
+        ask = turn(self._kind, self._rng, self._messages)
+        self._messages = list(ask.request["messages"] or ())
+        return ask
 
     def answered(self, text: str) -> None:
         """The model has said something."""
         self._messages.append({"role": "assistant", "content": text})
 
-    def _words(self) -> int:
-        return self._kind.prompt.draw(self._rng)
+
+def turn(kind: Kind, rng: random.Random, before: Sequence[Mapping[str, str]] = ()) -> Ask:
+    """A user's next message, after those that were said ``before``."""
+    words = " ".join(rng.choices(WORDS, k=kind.prompt.draw(rng)))
+    return Ask(
+        RequestArguments(
+            messages=[*before, {"role": "user", "content": words}],
+            max_tokens=kind.output.draw(rng),
+            temperature=0.0,
+            ignore_eos=True,
+            return_usage=True,
+        )
+    )

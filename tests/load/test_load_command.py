@@ -42,7 +42,7 @@ def model(tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run", "--user", "Bogus"], 2, "'Bogus' is not one of 'GrpcUser', 'SseUser', 'ChatUser'"),
+        (["run", "--user", "Bogus"], 2, "'Bogus' is not one of 'GrpcUser', 'SseUser', 'ChatUser', 'ConversationUser'"),
         (["run", "--scenario", "bogus"], 2, "'bogus' is not one of 'steady', 'ramp', .*'cancel_storm'"),
         (["run", "--users", "0"], 2, "'--users': '0': numbers of at least 1"),
         (["run", "--users", "a,b"], 2, "'--users': 'a,b': numbers of at least 1"),
@@ -51,7 +51,7 @@ def model(tmp_path, monkeypatch) -> str:
         (["run", "--lengths", "missing.json"], 2, "'--lengths': .*missing.json' does not exist"),
         (["run", "--lengths", "chats.json", "--scenario", "long_short"], 2, "chats.json: there is no kind 'long'"),
         (["run", "--lengths", "chats.json", "--user", "ChatUser"], 2, "chats.json: there is no kind 'turn'"),
-        (["compare", "bogus"], 2, "'bogus' is not one of 'max_running', 'prefix_cache', 'batcher_delay'"),
+        (["compare", "bogus"], 2, "'bogus' is not one of 'max_running', .*'batcher_delay', 'conversations'"),
         (["compare", "max_running", "--set", "max_running=4"], 2, "'--set': max_running is what is compared"),
         (["run", "--set", "foo=1"], 1, "^load: unknown setting 'foo'; known: .*$"),
         (["run", "--set", "foo"], 1, "^load: .*expected KEY=VALUE"),

@@ -20,7 +20,7 @@ from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Chunk
 from kvloom_load import comparisons, report
 from kvloom_load.arrivals import Arrivals
-from kvloom_load.drive import USERS, LoadPlan, Run, Seen, drive
+from kvloom_load.drive import TALK, USERS, LoadPlan, Run, Seen, drive
 from kvloom_load.figures import Target, add_efficiency, row, summary
 from kvloom_load.scenarios import SCENARIOS
 from kvloom_load.scrape import Metrics, TritonStats, Watch
@@ -161,6 +161,29 @@ def test_figures_of_a_run():
     json.dumps(figures, allow_nan=False)
 
 
+def test_figures_of_conversations():
+    def answer(turn: int, prompt: int, cached: int, outcome: str = "ok", lost: bool = False) -> Arrivals:
+        times = [turn + 0.1 * turn] if outcome == "ok" else []
+        told = {"turn": turn, "prompt_tokens": prompt, "cached_tokens": cached, "outcome": outcome, "lost": lost}
+        return Arrivals(begin=turn, end=turn + 1, times=times, counts=[1] * len(times), **told)
+
+    run = a_run()
+    run.seen.answers[:] = [
+        answer(1, 10, 0),
+        answer(1, 20, 4),
+        answer(2, 60, 50),
+        answer(2, 0, 0, "failed", lost=True),
+        answer(0, 7, 0),
+    ]
+    figures = row(run, "default", Target())
+    first, second = figures["turns"]
+    assert (first["turn"], first["answers"], first["prompt_tokens"], first["computed_tokens"]) == (1, 2, 15, 13)
+    assert (second["turn"], second["answers"], second["prompt_tokens"], second["computed_tokens"]) == (2, 1, 60, 10)
+    assert [turn["ttft_ms"]["p50"] for turn in figures["turns"]] == [pytest.approx(100), pytest.approx(200)]
+    assert figures["conversations"] == {"begun": 2, "lost": 1}
+    assert row(a_run(), "default", Target())["turns"] == []
+
+
 def test_efficiency_is_against_one_user_of_the_same_configuration():
     rows = [
         {"configuration": name, "users": users, "tokens_per_s": speed}
@@ -179,9 +202,22 @@ def test_summaries():
 # the page
 
 
+def talking(run: Run, cached: int) -> Run:
+    """The same answers, as turns of conversations."""
+    for number, answer in enumerate(run.seen.answers):
+        answer.turn = number % 4 + 1
+        answer.prompt_tokens = 100 * answer.turn
+        answer.cached_tokens = cached * (answer.prompt_tokens - 80)
+    return run
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    rows = [row(a_run(users, speed), name, Target()) for name, speed in (("a", 1), ("b", 2)) for users in (1, 2, 8)]
+    rows = [
+        row(talking(a_run(users, speed), cached), name, Target())
+        for name, speed, cached in (("a", 1, 0), ("b", 2, 1))
+        for users in (1, 2, 8)
+    ]
     add_efficiency(rows)
     meta = {"name": "test <&>", "about": "a test", "user": "GrpcUser", "model": "tiny", "seconds": 4}
     page = tmp_path_factory.mktemp("page") / "report.html"
@@ -195,7 +231,8 @@ def test_the_page_needs_nothing_else(written):
     assert not re.search(r'(src|href)="(?!#)', html)
     assert "url(http" not in html
     assert "test &lt;&amp;&gt;" in html
-    assert html.count("<svg") == html.count("</svg>") == 13
+    assert html.count("<svg") == html.count("</svg>") == 14
+    assert html.count("conversations begun") == 6
 
 
 LOOK = """
@@ -240,7 +277,7 @@ def test_the_page_in_a_browser(written, tmp_path):
     page.write_text(written.read_text().replace("</body>", LOOK + "</body>"))
     dom = browse(page, tmp_path, "--dump-dom")
     seen = json.loads(re.search(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)[1])
-    assert len(seen["plots"]) == 13
+    assert len(seen["plots"]) == 14
     for plot in seen["plots"]:
         assert plot["width"] > 300, plot
         assert plot["height"] > 80, plot
@@ -306,10 +343,10 @@ def test_one_command_compares_two_configurations(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["max_running", "batcher_delay"])
+@pytest.mark.parametrize("what", ["max_running", "batcher_delay", "conversations"])
 def test_every_comparison(tmp_path, what):
     content = load(tmp_path, "compare", what, "--users", "1,8", "--seconds", "5")
-    assert [row["users"] for row in content["rows"]] == [1, 8, 1, 8]
+    assert [row["users"] for row in content["rows"]] == [1, 8] * len(comparisons.COMPARISONS[what].configurations)
     assert all(row["ok"] and not row["failed"] for row in content["rows"])
     if what == "max_running":
         alone, together = content["rows"][1], content["rows"][3]
@@ -322,8 +359,30 @@ def test_every_comparison(tmp_path, what):
 def tiny_server(tmp_path_factory) -> Iterator[Server]:
     model = make_tiny(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=8192)
     settings = {"model": str(model), "weights": "fp32", "kv_blocks": "2048", "block_size": "16", "threads": "1"}
+    # so soon do conversations end that a user has left
+    settings["conversation_idle_s"] = "2"
     with Server.start(ModelRepository(settings), exit_timeout_s=5) as server:
         yield server
+
+
+@pytest.mark.slow
+def test_turns_of_a_conversation_compute_only_what_is_new(tiny_server):
+    chat, talk = (
+        row(drive(tiny_server, LoadPlan(user, seconds=3, turns=5), users=2), user, Target())
+        for user in ("ChatUser", "ConversationUser")
+    )
+    for figures in (chat, talk):
+        assert figures["ok"] and not figures["failed"] + figures["cut"]
+        assert [turn["turn"] for turn in figures["turns"]] == [1, 2, 3, 4, 5]
+        assert sum(turn["answers"] for turn in figures["turns"]) == figures["ok"]
+        assert figures["conversations"]["begun"] >= figures["turns"][0]["answers"]
+        assert figures["conversations"]["lost"] == 0
+        known = [turn["prompt_tokens"] for turn in figures["turns"]]
+        assert known == sorted(known) and known[-1] > 3 * known[0]
+    # the answer before and the new message; a whole chat may find its full blocks in the prefix cache
+    assert all(turn["computed_tokens"] < 2 * talk["turns"][0]["prompt_tokens"] for turn in talk["turns"])
+    assert talk["turns"][-1]["computed_tokens"] <= chat["turns"][-1]["computed_tokens"]
+    assert_idle(tiny_server)
 
 
 @pytest.mark.full
@@ -333,5 +392,5 @@ def test_every_user_in_every_scenario(tiny_server, user, scenario):
     figures = row(drive(tiny_server, LoadPlan(user, scenario, seconds=5), users=8), "tiny", Target())
     assert figures["ok"]
     assert not figures["failed"] + figures["cut"]
-    assert bool(figures["cancelled"]) == (scenario == "cancel_storm" and user != "ChatUser")
+    assert bool(figures["cancelled"]) == (scenario == "cancel_storm" and user not in TALK)
     assert_idle(tiny_server)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvloom_load.lengths import DEFAULT_FILE, Kind, Lengths, read_kinds
-from kvloom_load.scenarios import SCENARIOS, Conversation, Scenario, requests
+from kvloom_load.scenarios import SCENARIOS, Chat, Scenario, requests
 
 
 def test_the_lengths_that_come_with_it():
@@ -67,7 +67,7 @@ def test_how_many_users_there_are():
 
 
 def test_a_chat_sends_all_that_was_said():
-    conversation = Conversation(Kind(Lengths((3,), (1,)), Lengths((5,), (1,))), random.Random(0))
+    conversation = Chat(Kind(Lengths((3,), (1,)), Lengths((5,), (1,))), random.Random(0))
     first = conversation.turn().request["messages"]
     conversation.answered("Yes.")
     second = conversation.turn().request["messages"]
