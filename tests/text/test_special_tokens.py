@@ -191,8 +191,7 @@ def test_sentencepiece(kind: str, tmp_path: Path):
         whole = text.encode(f"[user] {content}", add_special_tokens=False).ids
         assert ids[0] == 1
         assert ids[-1] == 2
-        # the file's Metaspace puts a blank before the first word of a text alone
-        assert ids[1:-1] in (whole, whole[1:])
+        assert ids[1:-1] == whole
         assert special(tokenizer, ids) == ["<s>", "</s>"]
 
 
