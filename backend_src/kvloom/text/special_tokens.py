@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,11 @@ class SpecialTokens:
         nonce = secrets.token_hex(8)
         self._names = {text: f"\ue000{nonce} {token_id}\ue001" for text, token_id in special.items()}
         self._of_text = Backend(backend.model)
+        self._normalize: Callable[[str], str] | None = None
         if backend.normalizer is not None:
             self._of_text.normalizer = backend.normalizer
+            if any(added[token_id].normalized for token_id in special.values()):
+                self._normalize = backend.normalizer.normalize_str
         if backend.pre_tokenizer is not None:
             self._of_text.pre_tokenizer = backend.pre_tokenizer
         vocabulary = backend.get_vocab(with_added_tokens=False)
@@ -134,6 +137,15 @@ class SpecialTokens:
     def written(self, text: str) -> list[str]:
         """The special tokens in a text, in their order."""
         return self._written.findall(text)
+
+    def misread(self, chat: ChatText) -> bool:
+        """Whether the tokenizer as it is may take text of a chat for special tokens."""
+        if chat.masked != chat.text:
+            return True
+        if self._normalize is None:
+            return False
+        # they are looked for behind a normalizer, which may make them of look-alikes
+        return len(self.written(self._normalize(chat.text))) > len(self.written(chat.text))
 
     def encode(self, chat: ChatText) -> list[int]:
         """Token ids of a chat in which special tokens are those that the template wrote.

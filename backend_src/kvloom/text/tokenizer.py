@@ -251,7 +251,7 @@ class Tokenizer:
 
     def _plain(self, text: str | ChatText) -> list[int]:
         if isinstance(text, ChatText):
-            if self._special is not None and text.masked != text.text:
+            if self._special is not None and self._special.misread(text):
                 return self._special.encode(text)
             text = text.text
         # unlike encode(), lets other Python threads run meanwhile
