@@ -180,25 +180,22 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _beginnings(special: Iterable[str]) -> set[str]:
+def _beginnings(special: Iterable[str]) -> list[str]:
     """Patterns of the first character of whatever may become one of these texts."""
-    patterns = set()
+    patterns: set[str] = set()
+    ways: dict[str, set[str]] = {}
     for text in special:
-        first = re.escape(text[0])
+        first, *rest = map(re.escape, text[:_BEGINNING])
         if text[0].isalnum() or text[0].isspace():
             # a beginning like that is in every other word
             patterns.add(f"{first}(?={re.escape(text[1:])})")
             continue
-        rest = [re.escape(character) for character in text[1:_BEGINNING]]
-        patterns.add(f"(?i:{first}(?={_blanks_between(rest)}))")
-        # what ends a text may go on in the next one
-        patterns |= {f"(?i:{first}(?={_blanks_between([*rest[:length], '$'])}))" for length in range(len(rest))}
-    return patterns
-
-
-def _blanks_between(patterns: Iterable[str]) -> str:
-    """A template may take blanks out of a text."""
-    return "".join(rf"\s*{pattern}" for pattern in patterns)
+        # a template may take blanks out of a text, and what ends one may go on in the next
+        ends = [[*rest[:length], "$"] for length in range(len(rest))]
+        ways.setdefault(first, set()).update(r"\s*".join(parts) for parts in [rest, *ends])
+    # a literal first: a huge text is searched with others waiting
+    patterns |= {rf"{first}(?=(?i:\s*(?:{'|'.join(sorted(after))})))" for first, after in ways.items()}
+    return sorted(patterns)
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
