@@ -1,6 +1,7 @@
 """Tokenizers for tests: the default model's, and small ones trained here, as folders and as GGUF metadata."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ def sentencepiece_metadata() -> dict[str, Any]:
         "tokenizer.ggml.scores": list(scores.values()),
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
     }
+
+
+def whole_decode(backend: Tokenizer, ids: Sequence[int]) -> str:
+    """What ``tokenizers`` makes of all the ids; of byte tokens that are no UTF-8 what Unicode recommends."""
+    theirs = backend.decode(list(ids))
+    if "\ufffd" not in theirs or backend.token_to_id("<0xC3>") is None:
+        return theirs
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    tokens = [backend.id_to_token(token_id) for token_id in ids if token_id not in special]
+    spelled = [token.replace(_SPACE, " ") for token in tokens if token is not None]
+    data = b"".join(bytes.fromhex(token[3:5]) if token.startswith("<0x") else token.encode() for token in spelled)
+    text = data.decode(errors="replace")
+    return text.removeprefix(" ") if "Strip" in backend.to_str() else text
 
 
 def save_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None, **settings: Any) -> Path:

@@ -191,9 +191,22 @@ def test_sentencepiece(kind: str, tmp_path: Path):
         whole = text.encode(f"[user] {content}", add_special_tokens=False).ids
         assert ids[0] == 1
         assert ids[-1] == 2
-        # the file's Metaspace puts a blank before the first word of a text alone
-        assert ids[1:-1] in (whole, whole[1:])
+        assert ids[1:-1] == whole
         assert special(tokenizer, ids) == ["<s>", "</s>"]
+
+
+def test_look_alikes_that_a_normalizer_makes_special_tokens_of(tmp_path: Path):
+    description = json.loads(sentencepiece().to_str())
+    description["normalizer"] = {"type": "NFKC"}
+    description["added_tokens"] = [token | {"normalized": True} for token in description["added_tokens"]]
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    tokenizer = Tokenizer.from_folder(save_folder(tmp_path, Backend.from_str(json.dumps(description)), **named))
+    for content in ("a", "Ⅷ＜b", "＜s＞ x", "＜/ｓ＞</s>"):
+        ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+        assert special(tokenizer, ids) == ["<s>", "</s>"], content
+    calm = [{"role": "user", "content": "Ⅷ＜b"}]
+    assert tokenizer.encode_chat(calm) == theirs(tokenizer, calm)
 
 
 def test_a_special_token_that_merges_make_of_text_is_refused(tmp_path: Path):

@@ -135,7 +135,9 @@ def merges_of(backend: Backend) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("scores", [True, False])
-def test_sentencepiece_gguf_equals_transformers_and_the_folder(scores: bool, tmp_path: Path):
+def test_sentencepiece_gguf_equals_its_own_tokenizer(scores: bool, tmp_path: Path):
+    """As tokenizer.json and llama.cpp have it (K02); transformers 5 has no blank of its own before a blank and behind
+    special tokens."""
     metadata = dict(sentencepiece_metadata())
     if not scores:  # some files carry merges instead
         merges = json.loads(sentencepiece().to_str())["model"]["merges"]
@@ -143,15 +145,35 @@ def test_sentencepiece_gguf_equals_transformers_and_the_folder(scores: bool, tmp
     theirs = transformers_from_gguf(tmp_path, metadata)
     config = {"add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
     folder = Tokenizer.from_folder(save_folder(tmp_path, sentencepiece(), **NAMED, **config))
-    ours = Tokenizer.from_gguf(metadata)
+    ours, own = Tokenizer.from_gguf(metadata), sentencepiece()
     assert (ours.bos_id, ours.eos_ids) == (1, {2})
     assert merges_of(ours._backend) == merges_of(theirs.backend_tokenizer)
-    for text in [*TRICKY, "".join(TRICKY), "<s>x</s>y"]:
-        expected = theirs.encode(text, add_special_tokens=False)
+    for text in [*TRICKY, "".join(TRICKY), " hello", "hello</s>world", "<s>x</s>y", "a </s> b", "  <unk>  "]:
+        expected = own.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == ([1] + expected if expected[0] != 1 else expected)
-        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
-        if scores:
-            assert folder.encode(text) == ours.encode(text)
+        assert folder.encode(text) == ours.encode(text)
+        if not text.startswith(" ") and "<" not in text:
+            assert theirs.encode(text, add_special_tokens=False) == expected
+        assert ours.decode(expected) == own.decode(expected, skip_special_tokens=True)
+
+
+def test_words_begin_as_in_llama_cpp():
+    """Before each piece of text, the first and those behind special tokens, is a blank of its own."""
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
+    tokens = [tokenizer._backend.id_to_token(i) for i in tokenizer.encode(" the</s>the <unk>  a")]
+    words = "".join(tokens).replace("</s>", "|").replace("<unk>", "|").replace("<s>", "")
+    assert words == "▁▁the|▁the▁|▁▁▁a"
+
+
+def test_no_merge_makes_a_special_token():
+    metadata = dict(sentencepiece_metadata()) | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    new = [token for token in ("<", "s", "s>", ">") if token not in metadata["tokenizer.ggml.tokens"]]
+    for key, values in (("tokens", new), ("scores", [-1.0] * len(new)), ("token_type", [1] * len(new))):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], *values]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "a<s>"}])
+    assert ids.count(1) == 1
+    assert tokenizer.decode(ids) == "a<s>"
 
 
 def test_sentencepiece_gguf_without_space_prefix():
@@ -172,6 +194,28 @@ def test_byte_level_folder_and_gguf_agree(pre: str, tmp_path: Path):
     folder, gguf = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(metadata)
     for text in TRICKY:
         assert folder.encode(text) == gguf.encode(text)
+
+
+DIGITS = "12345 12345"
+
+
+@pytest.mark.parametrize(("named", "pre"), [("GPT2Tokenizer", "llama-bpe"), ("Qwen2Tokenizer", "gpt-2")])
+def test_a_folder_cuts_text_as_its_file_says(named: str, pre: str, tmp_path: Path):
+    """Whatever class it names (K03): transformers 5 builds the tokenizer of some anew, with their own rules."""
+    backend = Tokenizer.from_gguf(byte_level_metadata(pre))._backend
+    special = {"eos_token": "<|im_end|>", "bos_token": "<|begin|>"}
+    folder = save_folder(tmp_path, backend, tokenizer_class=named, **special)
+    ours, own = Tokenizer.from_folder(folder), Backend.from_file(str(folder / "tokenizer.json"))
+    for text in [*TRICKY, "".join(TRICKY), DIGITS]:
+        assert ours.encode_piece(text, "text_input") == own.encode(text, add_special_tokens=False).ids
+    assert (ours.bos_id, ours.eos_ids) == (own.token_to_id("<|begin|>"), {own.token_to_id("<|im_end|>")})
+    rebuilt = AutoTokenizer.from_pretrained(folder).encode(DIGITS, add_special_tokens=False)
+    assert rebuilt != own.encode(DIGITS).ids, "transformers agrees: the README needs not name this class"
+
+
+def test_special_tokens_that_only_the_class_names(tmp_path: Path):
+    folder = save_folder(tmp_path, sentencepiece(), tokenizer_class="LlamaTokenizer")
+    assert Tokenizer.from_folder(folder).eos_ids == {2}
 
 
 def changed(**values: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ src/llama-vocab.cpp). Each regex comes from the tokenizer.json of a model that u
 transformers'.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,8 @@ def build(metadata: Mapping[str, Any]) -> Parts:
         backend, add_bos = _byte_level(metadata, vocabulary)
         defaults: dict[str, int] = {}
     elif model == "llama":
-        backend, add_bos = _sentencepiece(metadata, vocabulary), True
+        special = {token for token, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL)}
+        backend, add_bos = _sentencepiece(metadata, vocabulary, special), True
         defaults = {"bos": 1, "eos": 2, "unknown": 0}
     else:
         raise ModelError(f"GGUF tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
@@ -184,8 +185,14 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> t
     return backend, split.add_bos
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Backend:
-    """SentencePiece BPE with byte fallback, as transformers' ``LlamaTokenizer`` builds it."""
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], special: Collection[str]) -> Backend:
+    """SentencePiece BPE with byte fallback, as in Llama's own tokenizer.json and in llama.cpp.
+
+    No merge makes a ``special`` token: text that spells it is text.
+
+    Every piece of text, at the beginning or after a special token, begins with a blank of its own. (transformers 5
+    rebuilds the tokenizer so that only the beginning does, and only where there is none yet.)
+    """
     architecture = str(metadata.get("general.architecture", ""))
     if architecture.startswith("gemma"):
         raise ModelError(
@@ -196,12 +203,12 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -
         merges = _listed_merges(metadata["tokenizer.ggml.merges"], vocabulary)
     else:
         merges = _merges_by_score(vocabulary, _required(metadata, "scores"))
+    merges = [(left, right) for left, right in merges if left + right not in special]
     backend = Backend(BPE(vocab=dict(vocabulary), merges=merges, fuse_unk=True, byte_fallback=True))
     space = "\N{LOWER ONE EIGHTH BLOCK}"
     add_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=space, prepend_scheme="first" if add_prefix else "never", split=False
-    )
+    blanks = normalizers.Replace(" ", space)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(space), blanks]) if add_prefix else blanks
     steps = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if add_prefix else steps)
     return backend

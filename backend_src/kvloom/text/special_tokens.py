@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,11 @@ class SpecialTokens:
         nonce = secrets.token_hex(8)
         self._names = {text: f"\ue000{nonce} {token_id}\ue001" for text, token_id in special.items()}
         self._of_text = Backend(backend.model)
+        self._normalize: Callable[[str], str] | None = None
         if backend.normalizer is not None:
             self._of_text.normalizer = backend.normalizer
+            if any(added[token_id].normalized for token_id in special.values()):
+                self._normalize = backend.normalizer.normalize_str
         if backend.pre_tokenizer is not None:
             self._of_text.pre_tokenizer = backend.pre_tokenizer
         vocabulary = backend.get_vocab(with_added_tokens=False)
@@ -135,6 +138,15 @@ class SpecialTokens:
         """The special tokens in a text, in their order."""
         return self._written.findall(text)
 
+    def misread(self, chat: ChatText) -> bool:
+        """Whether the tokenizer as it is may take text of a chat for special tokens."""
+        if chat.masked != chat.text:
+            return True
+        if self._normalize is None:
+            return False
+        # they are looked for behind a normalizer, which may make them of look-alikes
+        return len(self.written(self._normalize(chat.text))) > len(self.written(chat.text))
+
     def encode(self, chat: ChatText) -> list[int]:
         """Token ids of a chat in which special tokens are those that the template wrote.
 
@@ -168,25 +180,22 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _beginnings(special: Iterable[str]) -> set[str]:
+def _beginnings(special: Iterable[str]) -> list[str]:
     """Patterns of the first character of whatever may become one of these texts."""
-    patterns = set()
+    patterns: set[str] = set()
+    ways: dict[str, set[str]] = {}
     for text in special:
-        first = re.escape(text[0])
+        first, *rest = map(re.escape, text[:_BEGINNING])
         if text[0].isalnum() or text[0].isspace():
             # a beginning like that is in every other word
             patterns.add(f"{first}(?={re.escape(text[1:])})")
             continue
-        rest = [re.escape(character) for character in text[1:_BEGINNING]]
-        patterns.add(f"(?i:{first}(?={_blanks_between(rest)}))")
-        # what ends a text may go on in the next one
-        patterns |= {f"(?i:{first}(?={_blanks_between([*rest[:length], '$'])}))" for length in range(len(rest))}
-    return patterns
-
-
-def _blanks_between(patterns: Iterable[str]) -> str:
-    """A template may take blanks out of a text."""
-    return "".join(rf"\s*{pattern}" for pattern in patterns)
+        # a template may take blanks out of a text, and what ends one may go on in the next
+        ends = [[*rest[:length], "$"] for length in range(len(rest))]
+        ways.setdefault(first, set()).update(r"\s*".join(parts) for parts in [rest, *ends])
+    # a literal first: a huge text is searched with others waiting
+    patterns |= {rf"{first}(?=(?i:\s*(?:{'|'.join(sorted(after))})))" for first, after in ways.items()}
+    return sorted(patterns)
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:

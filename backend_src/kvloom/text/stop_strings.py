@@ -90,14 +90,14 @@ class TextStream:
             if hidden is None:
                 read = search.feed(new)
                 if read:
-                    found.append((len(self._held) + read, -search.length, search.stop))
+                    found.append((len(self._held) + read, search))
             elif search.spells_tokens and search.feed((_TOKEN + hidden,)):
-                found.append((len(self._held), -search.length, search.stop))
+                found.append((len(self._held), search))
         if found:
-            end, minus_length, stop = min(found)
+            end, search = min(found, key=lambda one: (one[0], -one[1].length, -len(one[1].stop)))
             self._held = ""
             self.stopped = True
-            return text[: end + minus_length] + (stop if self._include_stop else "")
+            return text[: end - search.length] + (search.stop if self._include_stop else "")
         certain = len(text) - max(search.held for search in self._searches)
         self._held = text[certain:]
         return text[:certain]

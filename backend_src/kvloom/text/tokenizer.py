@@ -81,7 +81,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_special_tokens: bool = False) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face model folder as ``AutoTokenizer`` does, running no code from it.
+        """Load the tokenizer of a Hugging Face model folder, running no code from it.
+
+        How text is cut and merged is what tokenizer.json says. ``AutoTokenizer`` builds it anew for many of the classes
+        that a folder may name; it is asked for the names of special tokens and whether prompts begin with BOS.
 
         An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
         ``chat_special_tokens``: see ``__init__``.
@@ -100,17 +103,23 @@ class Tokenizer:
         _read_json(folder / "tokenizer.json")
         eos_ids = _configured_eos_ids(folder)
         try:
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            named = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
-        if not isinstance(hf, PreTrainedTokenizerFast):
-            raise ModelError(f"the tokenizer in {folder} is a {type(hf).__name__}; only fast tokenizers are supported")
-        # A tokenizer.json may contain settings that are meant for training
-        hf.backend_tokenizer.no_truncation()
-        hf.backend_tokenizer.no_padding()
+        if not isinstance(named, PreTrainedTokenizerFast):
+            kind = type(named).__name__
+            raise ModelError(f"the tokenizer in {folder} is a {kind}; only fast tokenizers are supported")
+        for tokenizer in (named, hf):
+            # A tokenizer.json may contain settings that are meant for training
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
+        for name, token in named.special_tokens_map.items():
+            if getattr(hf, name) is None and hf.backend_tokenizer.token_to_id(token) is not None:
+                setattr(hf, name, token)
         if hf.eos_token_id is not None:
             eos_ids.add(hf.eos_token_id)
-        return cls(hf, prefix=_prefix(hf), eos_ids=eos_ids, chat_special_tokens=chat_special_tokens)
+        return cls(hf, prefix=_prefix(named), eos_ids=eos_ids, chat_special_tokens=chat_special_tokens)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], chat_special_tokens: bool = False) -> "Tokenizer":
@@ -243,7 +252,7 @@ class Tokenizer:
 
     def _plain(self, text: str | ChatText) -> list[int]:
         if isinstance(text, ChatText):
-            if self._special is not None and text.masked != text.text:
+            if self._special is not None and self._special.misread(text):
                 return self._special.encode(text)
             text = text.text
         # unlike encode(), lets other Python threads run meanwhile
