@@ -238,7 +238,7 @@ def test_a_folder_that_can_not_be_used_is_told_at_start(model, tmp_path):
 def test_more_sequences_than_triton_keeps_are_refused():
     settings = {"max_conversations": "63000", "max_queue": "1272", "max_running": "64"}
     Settings.parse(settings).check_slots(65536)
-    with pytest.raises(SettingsError, match="max_conversations=63000, max_queue=1273 and max_running=64 .* are 65537"):
+    with pytest.raises(SettingsError, match="max_conversations=63000, max_queue=1273 and max_running=64 .* need 65537"):
         Settings.parse({**settings, "max_queue": "1273"}).check_slots(65536)
 
 
