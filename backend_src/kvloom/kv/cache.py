@@ -81,7 +81,7 @@ class BlockCache:
 
     @property
     def retained(self) -> int:
-        """Number of retained blocks, used or cached."""
+        """Number of retained blocks, used or cached. Tests read this."""
         return len(self._retained)
 
     def begin(self, now: float) -> None:
