@@ -30,7 +30,7 @@ MAY_IMPORT = {
 """By department: the others that it may import. All of them stand above it, so that no two import each other."""
 
 USE_TORCH = {"ops", "kv", "models", "decoding", "executor", "planning", "engine"}
-PLAIN = {"kvloom.kv.blocks", "kvloom.kv.cache", "kvloom.engine.observations"}
+PLAIN = {"kvloom.kv.blocks", "kvloom.kv.cache", "kvloom.kv.prefix_index", "kvloom.engine.observations"}
 """As plain as the scheduler and the nouns, though their departments use torch."""
 
 

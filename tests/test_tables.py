@@ -10,8 +10,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from kvloom.config import Settings
-from kvloom.engine.engine import Stats
 from kvloom.engine.observations import Name
+from kvloom.engine.stats import Stats
 from kvloom.request import SamplingParams
 from kvloom.serving import tables
 from kvloom.serving.interface import INPUTS, OUTPUTS, Part, inputs_of

@@ -31,22 +31,22 @@ class Settings(BaseModel):
     """`default` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder (config.json, safetensors, tokenizer.json)
     or a GGUF file; Llama architecture"""
     device: str = "auto"
-    """`cpu`, or a GPU like `cuda:0`; `auto` is `cuda:0` where torch sees a GPU. A GPU that is not there is refused,
-    never replaced by the CPU"""
+    """`cpu`, or a GPU like `cuda:0`; `auto` is `cuda:0` if torch finds a GPU. A missing GPU is an error, never replaced
+    by the CPU"""
     weights: Literal["auto", "fp32", "bf16", "int8", "int4", "w8a8"] = "auto"
-    """`fp32`, `bf16`, `int8`, `int4` (of a GGUF file) or `w8a8` (on a CPU); `auto` is bf16 on a GPU and where the CPU
-    has bf16 instructions, else fp32. `fp32` makes activations and cache fp32 too"""
+    """`fp32`, `bf16`, `int8`, `int4` (from a GGUF file) or `w8a8` (on a CPU); `auto` is bf16 on a GPU and on a CPU with
+    bf16 instructions, else fp32. `fp32` makes activations and cache fp32 too"""
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of the cache, `fp32` or `bf16`; `auto` follows the activations"""
     kv_memory: str = "auto"
-    """size of the block pool, like `512MiB` or `60%` of the free memory; `auto` is what weights, a step and
-    `swap_memory` leave of it"""
+    """size of the block pool, like `512MiB` or `60%` of the free memory; `auto` takes what weights, a step and
+    `swap_memory` leave free"""
     kv_blocks: NonNegative = 0
     """number of blocks in the pool; overrides `kv_memory`; 0 is off"""
     swap_memory: str = "512MiB"
-    """host memory for the blocks of sequences that had to give theirs away, like `512MiB`; 0 computes them again"""
+    """host memory for the blocks of preempted sequences, like `512MiB`; with 0 they are recomputed"""
     retain_memory: str = "0"
-    """most of the pool that `kv.retain_s` may hold back, like `64MiB`; 0 refuses `retain_s`"""
+    """the most memory of the pool that `kv.retain_s` may retain, like `64MiB`; 0 refuses `retain_s`"""
     block_size: Positive = 32
     """tokens per block, a power of two"""
     context_length: NonNegative = 0
@@ -56,29 +56,28 @@ class Settings(BaseModel):
     max_running: Positive = 64
     """most sequences in a step; each takes one of `max_batch_tokens`"""
     max_queue: Positive = 1024
-    """most waiting requests, beside those that may run at once; more are refused at once"""
+    """most waiting requests, beside those that can start at once; further requests are refused"""
     queue_timeout_ms: NonNegative = 0
-    """longest wait for the first step; 0 is for ever"""
+    """longest wait for the first step; 0 is no limit"""
     max_conversations: Positive = 1024
     """most conversations that are kept; beyond it the least recently used idle one is dropped"""
     conversation_idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600
-    """an idle conversation is dropped then; 0 is never"""
+    """a conversation is dropped after it was idle this long; 0 is never"""
     journal_dir: str = ""
-    """folder where the tokens and messages of conversations are kept for a restart; `kvloom serve` makes one of its
-    own"""
+    """folder where the tokens and messages of conversations are saved for a restart; `kvloom serve` makes its own"""
     chat_special_tokens: bool = False
     """`true` makes special tokens of what spells them in `messages`, so that a user's text can end a turn and begin
     another"""
     prefix_cache: bool = True
     """share the blocks of requests that begin with the same tokens"""
     threads: NonNegative = 0
-    """CPU threads of a step; 0 takes all cores that the server may run on"""
+    """CPU threads of a step; 0 uses all cores that the server may run on"""
     stuck_after_s: NonNegative = 30
-    """`kvloom serve` starts tritonserver again when no step has finished for so long; 0 is never"""
+    """`kvloom serve` restarts tritonserver if no step has finished for this long; 0 is never"""
     admin_token: str = ""
-    """whoever has it may `drain`: the token itself, or `sha256:` and its digest; several are separated by commas"""
+    """the token that allows `drain`, or `sha256:` and its digest; several are separated by commas"""
     test_fail_after_tokens: NonNegative = 0
-    """tests only: requests whose id begins with `test-fail` fail after so many tokens"""
+    """tests only: requests with an id that begins with `test-fail` fail after this many tokens"""
     test_block_hash: Literal["", "constant", "mod7"] = ""
     """tests only: a weak hash for the prefix cache"""
 

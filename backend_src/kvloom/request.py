@@ -51,7 +51,7 @@ class SamplingParams(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """at least 1; the context length bounds it"""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """at most max_tokens; neither end tokens nor stop strings count before"""
+    """at most max_tokens; end tokens are banned and stop strings ignored before"""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """0 (greedy) to 100"""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -69,23 +69,23 @@ class SamplingParams(BaseModel):
     length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
     """1 only"""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    """0 to 2^64 - 1; none draws one. The same seed gives the same tokens, whatever runs beside it"""
+    """0 to 2^64 - 1; random if not set. The same seed gives the same tokens, whatever else runs"""
     stop: Texts = ()
     """a string or a list; the first one found in the text ends the answer and is cut off; empty ones are ignored"""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_IDS)] = ()
-    """a list; ends the answer like the model's own end tokens"""
+    """a list; these end the answer like the model's own end tokens"""
     bad_words: Texts = ()
-    """a string or a list that the answer shall not contain; empty ones are ignored"""
+    """a string or a list that the answer must not contain; empty ones are ignored"""
     include_stop_str_in_output: bool = False
     """keep the stop string"""
     ignore_eos: bool = False
-    """go on after the model's end token"""
+    """continue after the model's end token"""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """0 to 20 alternatives per token in the output `logprobs`"""
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = {}
     """`{"token id": -100 to 100}`"""
     skip_special_tokens: bool = True
-    """whether special tokens have no text"""
+    """leave special tokens out of the text"""
     n: Annotated[int, Field(ge=1, le=1)] = 1
     """1 only"""
     beam_width: Annotated[int, Field(ge=1, le=1)] = 1

@@ -1,11 +1,10 @@
-"""What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens, copies."""
+"""What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens."""
 
 from functools import partial
 
 import torch
 
 from kvloom.ops.activation import silu_mul
-from kvloom.ops.gpu.copy import copy_blocks
 from kvloom.ops.gpu.linear import QuantizedLinear
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits
@@ -17,11 +16,11 @@ VOCABULARIES = (32_000, 49_152, 128_256, 151_936, 262_144)
 
 
 def op_works() -> list[Work]:
-    """Norms, activations, sampling, copies, products."""
+    """Norms, activations, sampling, products."""
     works = [Work(f"norm {hidden}", partial(_norm, hidden)) for hidden in (576, 2048, 4096, 8192)]
     works += [Work(f"silu {width}", partial(_silu, width)) for width in (1536, 14_336)]
     works += [Work(f"pick {vocab}", partial(_pick, vocab)) for vocab in VOCABULARIES]
-    works += [Work("greedy 128256", _greedy), Work("copy 2 MiB", _copy)]
+    works += [Work("greedy 128256", _greedy)]
     # each number of rows that a program takes; and in_features that fill no block
     for out_features, in_features, rows in (*((4096, 4096, rows) for rows in (1, 16, 32, 64, 512)), (1536, 576, 1)):
         for bits, group, minima in ((8, 32, False), (4, 32, False), (4, 32, True), (4, 128, False), (4, 128, True)):
@@ -57,11 +56,6 @@ def _pick(vocab: int) -> None:
     bias, repetition, subtracted = torch.empty(3, 64, dtype=torch.float64)
     edits = Edits(torch.zeros(64, dtype=torch.int64), bias, repetition, subtracted, torch.empty(64).bool())
     sample_tokens(torch.empty(4, vocab), rows, rows, rows.long(), rows, wide, edits)
-
-
-def _copy() -> None:
-    blocks = torch.empty(4, 2**21, dtype=torch.uint8)
-    copy_blocks(blocks, blocks, torch.zeros(2, 2, dtype=torch.int64))
 
 
 def _quantized(out_features: int, in_features: int, rows: int, bits: int, group: int, minima: bool) -> None:

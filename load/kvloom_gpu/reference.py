@@ -27,9 +27,6 @@ def attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    window: int = 0,
-    sinks: int = 0,
-    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Attention of one sequence's last queries.
 
@@ -37,10 +34,7 @@ def attention(
         q: [n, heads, head_dim].
         keys: [length, kv_heads, head_dim], the queries' own included.
         values: like ``keys``.
-        scale: of scores.
-        window: as of ``paged_attention``, and so are the following.
-        sinks: see there.
-        soft_cap: see there.
+        scale: factor on the scores.
 
     Returns:
         float64 [n, heads, head_dim].
@@ -48,14 +42,9 @@ def attention(
     count, length, group = len(q), len(keys), q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * scale
-    if soft_cap:
-        scores = soft_cap * (scores / soft_cap).tanh()
     i = torch.arange(length - count, length, device=q.device)[:, None]
     j = torch.arange(length, device=q.device)[None, :]
-    hidden = j > i
-    if window:
-        hidden = hidden | ((j >= sinks) & (j <= i - window))
-    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(j > i, -torch.inf).softmax(-1), values)
 
 
 def draw(

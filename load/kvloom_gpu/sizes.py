@@ -17,7 +17,6 @@ class Sizes:
     Attributes:
         device: where.
         checked: dtypes of activations and cache, each with the models whose ops are checked in it.
-        special: those of them whose attention is also checked with a window and with a soft cap.
         long: longest sequence in a correctness check.
         chunk: tokens of the longest prefill chunk in one.
         sampled: rows of the sampler's checks.
@@ -37,7 +36,6 @@ class Sizes:
 
     device: torch.device
     checked: tuple[tuple[torch.dtype, tuple[Shape, ...]], ...]
-    special: tuple[Shape, ...]
     long: int
     chunk: int
     sampled: int
@@ -61,7 +59,6 @@ def h200(device: torch.device) -> Sizes:
         device=device,
         # every variant of a kernel is compiled there, which takes about a second
         checked=((torch.bfloat16, SHAPES), (torch.float32, SHAPES[::3])),
-        special=SHAPES[3:4],
         long=8192,
         chunk=512,
         sampled=64,
@@ -85,7 +82,6 @@ def dry() -> Sizes:
     return Sizes(
         device=torch.device("cpu"),
         checked=((torch.float32, (DRY,)),),
-        special=(DRY,),
         long=70,
         chunk=20,
         sampled=12,

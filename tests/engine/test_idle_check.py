@@ -102,7 +102,7 @@ def test_a_leak_is_told_of_when_it_is_quiet(engine_thread, engine, monkeypatch, 
     release = engine._cache.release
 
     def leak(table: list[int]) -> None:
-        engine._cache._blocks[table[0]].tables += 1
+        engine._cache._tables[table[0]] += 1
         release(table)
 
     monkeypatch.setattr(engine._cache, "release", leak)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvloom.kv.blocks import blocks_for
-from kvloom.kv.cache import KEY_TYPES
+from kvloom.kv.prefix_index import KEY_TYPES
 from kvloom.request import Request, SamplingParams, Sequence
 from support.block_cache import A, B, C, D, cache_of, compute, hits, put, take
 from support.block_rig import BLOCK

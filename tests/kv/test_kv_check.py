@@ -3,12 +3,13 @@
 import pytest
 
 from kvloom.kv.blocks import BlockPool
-from kvloom.kv.cache import KEY_TYPES, BlockCache
+from kvloom.kv.cache import BlockCache
+from kvloom.kv.prefix_index import Key
 from support.block_cache import A, B, C, D, cache_of, compute, put, put_retained, take
 
 
 def _used(cache: BlockCache) -> int:
-    return next(number for number, block in enumerate(cache._blocks) if block.tables)
+    return next(block for block, tables in enumerate(cache._tables) if tables)
 
 
 def _cached_head(cache: BlockCache) -> int:
@@ -18,7 +19,7 @@ def _cached_head(cache: BlockCache) -> int:
 def _forget_the_head(cache: BlockCache) -> None:
     """What continues it stays hashed."""
     head = _cached_head(cache)
-    cache._unhash(head)
+    cache._index.remove(head)
     del cache._evictable[head]
     cache._free.append(head)
 
@@ -30,12 +31,12 @@ BREAKERS = {
     "free and used": lambda cache: cache._free.__setitem__(0, _used(cache)),
     "free and cached": lambda cache: cache._free.__setitem__(0, next(iter(cache._evictable))),
     "cached and kept": lambda cache: cache._evictable.__setitem__(next(iter(cache._kept)), None),
-    "leaked": lambda cache: setattr(cache._blocks[_used(cache)], "tables", 2),
-    "counted too low": lambda cache: setattr(cache._blocks[_used(cache)], "tables", 0),
-    "cached but not hashed": lambda cache: cache._unhash(next(iter(cache._evictable))),
+    "leaked": lambda cache: cache._tables.__setitem__(_used(cache), 2),
+    "counted too low": lambda cache: cache._tables.__setitem__(_used(cache), 0),
+    "cached but not hashed": lambda cache: cache._index.remove(next(iter(cache._evictable))),
     "can't be reached": _forget_the_head,
-    "finds another": lambda cache: cache._hashed.update(dict.fromkeys(cache._hashed, 0)),
-    "finds what is not hashed": lambda cache: cache._hashed.update({KEY_TYPES[""]("", (7, 7, 7, 7)): cache._free[0]}),
+    "finds another": lambda cache: cache._index._blocks.update(dict.fromkeys(cache._index._blocks, 0)),
+    "finds what is not hashed": lambda cache: cache._index._blocks.update({Key("", (7, 7, 7, 7)): cache._free[0]}),
     "kept without being retained": lambda cache: cache._retained.pop(next(iter(cache._kept))),
 }
 

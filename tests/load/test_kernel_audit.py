@@ -12,7 +12,6 @@ from support.audited_kernels import crowded, large, row_sums
 
 LLAMA_8B = next(shape for shape in launches.SHAPES if shape.name == "D128 G4")
 SOME_OPS = {
-    "copy 2 MiB",
     "pick 128256",
     "int8 by 32 4096 to 4096, 32 rows",
     "int4 by 32 and minima 4096 to 4096, 1 rows",

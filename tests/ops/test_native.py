@@ -75,7 +75,7 @@ def test_a_compiler_of_another_kind_is_told_of(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not use_native(tmp_path / "cache")
     [line] = caplog.messages
-    assert line.startswith(f"{PLAIN}: {compiler} is not GCC's, or does not work (")
+    assert line.startswith(f"{PLAIN}: {compiler} is not GCC or does not work (")
     assert line.endswith("); install g++")
     assert not is_buildable()
 
@@ -87,7 +87,7 @@ def test_a_compiler_that_cannot_be_run_is_told_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not use_native(tmp_path / "cache")
     [line] = caplog.messages
-    assert line.startswith(f"{PLAIN}: {compiler} is not GCC's, or does not work (")
+    assert line.startswith(f"{PLAIN}: {compiler} is not GCC or does not work (")
 
 
 @pytest.mark.parametrize("cache", ["/proc/kvloom", "/proc"])
@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_written_to_is_told_of(cache, caplog):
     [line] = caplog.messages
     assert line.startswith(PLAIN)
     assert cache in line
-    assert line.endswith("; name a folder that can be written to in XDG_CACHE_HOME")
+    assert line.endswith("; set XDG_CACHE_HOME to a folder that can be written to")
     assert not is_buildable()
 
 

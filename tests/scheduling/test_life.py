@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from kvloom.kv.cache import KEY_TYPES
+from kvloom.kv.prefix_index import KEY_TYPES
 from kvloom.request import SamplingParams, Sequence
 from kvloom.scheduling import scheduler
 from kvloom.scheduling.scheduler import Costs

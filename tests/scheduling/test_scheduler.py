@@ -174,7 +174,7 @@ def test_who_waits_is_not_looked_up_anew_in_every_step():
     running = rig.add(unlike(90 * BLOCK))
     rig.step()
     late = rig.add([*known, *range(50 * BLOCK)])
-    with mock.patch.object(rig.cache, "_key", wraps=rig.cache._key) as key:
+    with mock.patch.object(rig.cache._index, "_key", wraps=rig.cache._index._key) as key:
         rig.step()
         assert key.call_count > 100
         key.reset_mock()

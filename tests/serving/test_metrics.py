@@ -7,7 +7,7 @@ import urllib.request
 import weakref
 from types import SimpleNamespace
 
-from kvloom.engine.engine import Stats
+from kvloom.engine.stats import Stats
 from kvloom.serving.metric_families import FAMILIES
 from support.server import eventually, metrics
 

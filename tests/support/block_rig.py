@@ -143,7 +143,7 @@ class Rig:
                 slot = piece.sequence.blocks[position // BLOCK], position % BLOCK
                 assert slot not in written, "two sequences compute the same"
                 written.add(slot)
-                alone = self.cache._blocks[slot[0]].tables == 1
+                alone = self.cache._tables[slot[0]] == 1
                 assert alone or slot[0] in self.cache._fresh, "what others read already is computed again"
                 self._device_memory[slot[0]][slot[1]] = contents[piece.sequence][position]
 

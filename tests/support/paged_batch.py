@@ -75,29 +75,25 @@ def paged_batch(
     )
 
 
-def attention_in_float64(
-    batch: PagedBatch, window: int = 0, sinks: int = 0, soft_cap: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result [T, heads, head_dim] and the mass of each page [B, kv_heads, M]."""
+def full_of_nan(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Stands in for ``ops.native.empty``: what an op does not write shows."""
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def attention_in_float64(batch: PagedBatch) -> torch.Tensor:
+    """The result [T, heads, head_dim]."""
     heads = batch.q.shape[1]
-    kv_heads, block_size = batch.k_cache.shape[1:3]
+    kv_heads = batch.k_cache.shape[1]
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
-    mass = torch.zeros(len(batch.keys), kv_heads, batch.block_tables.shape[1], dtype=torch.float64)
     starts = batch.query_starts.tolist()
     for b, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
         length = len(keys)
         if not length:
             continue
         for row in range(starts[b], starts[b + 1]):
-            i = length - starts[b + 1] + row
-            seen = [j for j in range(i + 1) if not window or j < sinks or i - window < j]
-            pages = torch.tensor(seen) // block_size
+            seen = length - starts[b + 1] + row + 1
             for head in range(heads):
                 kv_head = head * kv_heads // heads
-                scores = keys[seen, kv_head] @ batch.q[row, head].double() * batch.scale
-                if soft_cap:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                shares = torch.softmax(scores, 0)
-                out[row, head] = shares @ values[seen, kv_head]
-                mass[b, kv_head].index_add_(0, pages, shares)
-    return out, mass
+                scores = keys[:seen, kv_head] @ batch.q[row, head].double() * batch.scale
+                out[row, head] = torch.softmax(scores, 0) @ values[:seen, kv_head]
+    return out

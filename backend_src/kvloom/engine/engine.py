@@ -2,17 +2,17 @@
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 from kvloom.conversation.journal import Journal
 from kvloom.conversation.manager import ConversationManager, NoTriton, Triton
 from kvloom.conversation.registry import ConversationRegistry, Turn
 from kvloom.conversation.turn_scheduler import TurnScheduler
 from kvloom.engine.answer import AnswerBuilder
+from kvloom.engine.deliveries import Deliveries
 from kvloom.engine.observations import Observations
+from kvloom.engine.stats import Stats
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.executor.runner import Runner
 from kvloom.faults import logged
@@ -29,26 +29,6 @@ log = logging.getLogger(__name__)
 
 _NO_END = Internal("the answer could not be ended")
 """The client's error if ending its answer failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """A snapshot of the engine. Counters count from its start."""
-
-    running: int = 0
-    waiting: int = 0
-    conversations: int = 0
-    blocks_free: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
-    blocks_swapped: int = 0
-    swaps: int = 0
-    recomputes: int = 0
-    prefix_queried: int = 0
-    prefix_hit: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished: Mapping[str, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -92,15 +72,13 @@ class Engine:
         # The last token of a sequence needs no room in the cache: its keys and values are never computed
         self._longest = min(limits.context_length, cache.total * cache.block_size + 1)
         self._answers: dict[Sequence, AnswerBuilder] = {}
-        # Calls to make, such as passing deltas to sinks, and whether they wait until the next step is running
-        self._outbox: deque[Callable[[], None]] = deque()
-        self._holds_back = False
+        self._deliveries = Deliveries()
         self._timers = Timers()
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._admission = Admission(limits, cache, scheduler)
         registry = ConversationRegistry(limits.max_conversations, limits.conversation_idle_s)
-        manager = ConversationManager(scheduler, registry, triton or NoTriton(), journal, self._post)
+        manager = ConversationManager(scheduler, registry, triton or NoTriton(), journal, self._deliveries.post)
         self.turns = TurnScheduler(self, scheduler, tokenizer, limits.context_length, manager)
         manager.restore()
 
@@ -224,9 +202,9 @@ class Engine:
         try:
             self._step()
         finally:
-            self._holds_back = False
+            self._deliveries.held = False
             if not self.busy:
-                self._deliver()
+                self._deliveries.deliver()
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -237,10 +215,10 @@ class Engine:
         try:
             self._runner.move(plan)
             if not plan.slices:
-                self._deliver()
+                self._deliveries.deliver()
                 return
             run, overlaps = self._runner.run, self._runner.overlaps
-            outcomes = iter(run(plan.slices, self._deliver) if overlaps else run(plan.slices))
+            outcomes = iter(run(plan.slices, self._deliveries.deliver) if overlaps else run(plan.slices))
         except Exception as error:  # noqa: BLE001 one step's fault must not end the server
             log.exception("a step of %d sequences failed", len(plan.slices))
             self.failed_steps += 1
@@ -249,7 +227,7 @@ class Engine:
                 self._end(piece.sequence, error=Internal(f"the step failed: {error}"))
             return
         now = time.monotonic()
-        self._holds_back = overlaps
+        self._deliveries.held = overlaps
         for piece in plan.slices:
             piece.sequence.computed = piece.start + piece.count
             if piece.samples:
@@ -327,7 +305,7 @@ class Engine:
         if sequence.generated == 1:
             self._tokens["prompt"] += len(request.prompt_ids)
         if reason is None:
-            self._send(answer.sink, Delta(text, (outcome,)))
+            self._deliveries.send(answer.sink, Delta(text, (outcome,)))
         else:
             self._end(sequence, text, (outcome,), reason)
 
@@ -362,22 +340,4 @@ class Engine:
 
     def _send_final(self, sink: Sink, final: Delta) -> None:
         self._finished["error" if final.error is not None else str(final.finish_reason)] += 1
-        self._send(sink, final)
-
-    def _send(self, sink: Sink, delta: Delta) -> None:
-        self._post(partial(sink, delta))
-
-    def _post(self, *calls: Callable[[], None]) -> None:
-        """Queue calls, in order, and make them unless they are held back. Everything that leaves goes through here."""
-        self._outbox.extend(calls)
-        if not self._holds_back:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Make all queued calls. If one fails, the others are still made."""
-        while self._outbox:
-            # Not `logged`, which costs a microsecond per token
-            try:
-                self._outbox.popleft()()
-            except Exception:  # noqa: BLE001 the other calls must be made
-                log.exception("could not deliver a response")
+        self._deliveries.send(sink, final)

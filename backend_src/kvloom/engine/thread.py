@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from kvloom.conversation.registry import Turn
 from kvloom.conversation.turn_scheduler import TurnScheduler
-from kvloom.engine.engine import Engine, Stats
+from kvloom.engine.engine import Engine
 from kvloom.engine.idle_check import IdleCheck
+from kvloom.engine.stats import Stats
 from kvloom.errors import Internal, RequestError, Unavailable, as_request_error
 from kvloom.faults import logged
 from kvloom.request import Sequence

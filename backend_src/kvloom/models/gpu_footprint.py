@@ -1,4 +1,4 @@
-"""How much memory a model takes on a GPU: unpacked weights, the tensors of fused kernels, CUDA graphs."""
+"""How much memory a model takes on a GPU: weights, the tensors of fused kernels, CUDA graphs."""
 
 import math
 

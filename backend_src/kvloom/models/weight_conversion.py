@@ -142,9 +142,9 @@ def converted_weights(
 
 
 def input_maker(name: str) -> str:
-    """The name of the weight that scales the input channels of the product ``name``; empty if there is none.
+    """The name of the weight whose output channels are the inputs of the product ``name``; empty if there is none.
 
-    It is a norm's weight, or up's weight for an MLP's second product, which reads silu(gate) * up.
+    It is a norm's weight. For an MLP's second product, which reads silu(gate) * up, it is up's weight.
     """
     for product, maker in (
         ("self_attn.q_proj", "input_layernorm"),

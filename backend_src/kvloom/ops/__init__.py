@@ -1,1 +1,1 @@
-"""Ops: each a signature and its torch form; the C++ and Triton forms are in cpu/ and gpu/."""
+"""The ops. Each has a signature and a form in torch here; the C++ and Triton forms are in cpu/ and gpu/."""

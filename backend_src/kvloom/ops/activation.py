@@ -7,7 +7,7 @@ from kvloom.ops.native import empty, library
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate (Shazeer, 2020): silu(gate) * up, for gate_up = [T, 2 * intermediate], gate first."""
+    """SwiGLU's activation (Shazeer, 2020): silu(gate) * up. ``gate_up`` is [T, 2 * intermediate], the gate first."""
     if runs_triton(gate_up):
         from kvloom.ops.gpu.activation import silu_mul as fused
 

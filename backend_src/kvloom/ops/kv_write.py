@@ -1,4 +1,4 @@
-"""Rotary position embedding and the write of new keys and values into the paged cache."""
+"""Rotary position embedding, and writing new keys and values to the paged cache."""
 
 import torch
 
@@ -13,20 +13,18 @@ def rope_kv_write(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate queries and keys, store keys and values at their slots, return the queries.
+    """Rotate queries and keys, write keys and values to their slots, return the queries.
 
-    RoPE (Su et al., 2021) in the half-split form of the Llama checkpoints: dimension i turns with i + head_dim / 2.
+    RoPE (Su et al., 2021) in the half-split form of Llama checkpoints: dimensions i and i + head_dim / 2 are a pair.
 
     Args:
         qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys and values of each token side by side.
         cos_sin: fp32 [positions, head_dim], cosines then sines of the head_dim / 2 frequencies.
         positions: int64 [T], absolute.
-        slots: int64 [T], block id * block_size + offset in the block; -1 for padding, which is not written.
+        slots: int64 [T], the slot mapping: block id * block_size + offset; -1 for padding, which is not written.
         k_cache: [blocks, kv_heads, block_size, head_dim], written in place.
         v_cache: like ``k_cache``.
-        out: where to put the queries, contiguous.
 
     Returns:
         Rotated queries [T, heads, head_dim] in qkv's dtype.
@@ -34,7 +32,7 @@ def rope_kv_write(
     kv_heads, block_size, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    queries = empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    queries = empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if runs_triton(qkv):
         from kvloom.ops.gpu import kv_write
 

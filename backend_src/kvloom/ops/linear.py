@@ -1,4 +1,4 @@
-"""Matrix products with weights that are packed once, whatever they are made of."""
+"""Matrix products with packed weights of all kinds."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,61 +15,61 @@ from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 Weight = torch.Tensor | GroupedWeight | Int8Weight
-"""A weight [out_features, in_features]: fp32 or bf16, integers in groups, or such for INT8 activations."""
+"""A weight [out_features, in_features]: fp32 or bf16, or integers in groups, for plain or for INT8 activations."""
 
 
 class Linear(Protocol):
-    """y = x @ weight.T; on a CPU what a row gives does not depend on how many rows there are."""
+    """y = x @ weight.T. On a CPU a row's result does not depend on the number of rows."""
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, in_features] to [T, out_features], in x's dtype or ``out_dtype`` (fp32)."""
 
 
 class TiedLinear(Linear, Protocol):
-    """A head that is the embedding too."""
+    """A head that is also the embedding."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` (int64 [T]) of the weight in fp32 [T, in_features]."""
 
 
 class GatedLinear(Protocol):
-    """y = silu(x @ gate.T) * (x @ up.T), the first half of SwiGLU (Shazeer, 2020); rows as of ``Linear``."""
+    """y = silu(x @ gate.T) * (x @ up.T), the first half of SwiGLU (Shazeer, 2020). For its rows see ``Linear``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] to [T, out_features], in x's dtype."""
 
 
 def pack_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> Linear:
-    """Pack a weight so that small batches run at memory bandwidth, which a plain product does not.
+    """Pack a weight so that small batches run at memory bandwidth, unlike with torch's plain product.
 
-    In C++ where that is built; else oneDNN's packed product of plain weights. On a GPU a plain product of plain weights
-    does, and those in groups have a Triton kernel.
+    On a CPU the product runs in C++ or, without the C++ ops, in oneDNN. On a GPU plain weights use cuBLAS, and weights
+    in groups use a Triton kernel.
 
     Args:
         weight: the weight.
-        dtype: of the activations, which a weight of integers takes on where there is no product of integers.
-        allocate: makes the memory, in C++.
+        dtype: dtype of the activations. Without a product for integers the weight is dequantized to it.
+        allocate: allocates the packed weight in C++.
     """
     return _pack(weight, dtype, allocate, keep_rows=False)
 
 
 def pack_tied_linear(weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages) -> TiedLinear:
-    """The same for an embedding that is also the head; in C++ that is one weight for both."""
+    """Pack an embedding that is also the head. In C++ both share one packed weight."""
     return _pack(weight, dtype, allocate, keep_rows=True)
 
 
 def pack_gated_linear(
     weight: Weight, dtype: torch.dtype | None = None, allocate: Allocate = small_pages
 ) -> GatedLinear:
-    """Pack a gate's weight and that of what it gates, [2 * out_features, in_features], the gate's rows first.
+    """Pack the weights of gate and up together, [2 * out_features, in_features], the gate's rows first.
 
-    In C++ plain weights and those for INT8 activations are activated inside of the product, in fp32. Else gate and up
-    are stored, in x's dtype, and activated then.
+    In C++ plain weights and weights for INT8 activations have a product that applies the activation itself, in fp32.
+    With others, gate and up are stored in x's dtype before the activation.
 
     Args:
         weight: the weight.
-        dtype: as of ``pack_linear``.
-        allocate: makes the memory, in C++.
+        dtype: see ``pack_linear``.
+        allocate: allocates the packed weight in C++.
     """
     if isinstance(weight, torch.Tensor) and library(weight) is not None:
         return NativeGatedLinear(weight, allocate)
@@ -103,13 +103,13 @@ def _pack(weight: Weight, dtype: torch.dtype | None, allocate: Allocate, keep_ro
 
 
 def plain(weight: Weight) -> torch.Tensor:
-    """A weight that is never quantized: a norm's."""
+    """The weight of a norm, which is never quantized."""
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def moved(weight: Weight, device: torch.device) -> Weight:
-    """The weight on another device; INT8 activations have products on a CPU only."""
+    """The weight on another device. Weights for INT8 activations stay on the CPU."""
     if isinstance(weight, Int8Weight):
         assert device.type == "cpu"
         return weight
@@ -117,10 +117,10 @@ def moved(weight: Weight, device: torch.device) -> Weight:
 
 
 def pack_rows(weight: Weight, allocate: Allocate = small_pages) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Keep a weight that no product needs, an embedding's.
+    """Keep an embedding that is not also the head, so that no product needs it.
 
     Returns:
-        Gives rows (int64 [T]) of it in fp32 [T, in_features].
+        A function from row ids (int64 [T]) to these rows of the weight, fp32 [T, in_features].
     """
     if isinstance(weight, Int8Weight):
         weight = weight.groups
@@ -141,11 +141,11 @@ def _rows_of(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def concat_rows(weights: Sequence[Weight]) -> Weight:
-    """Weights of one kind for the same input as one weight, its outputs in order."""
+    """Concatenate the outputs of weights of one kind that have the same input."""
     tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
     int8 = [weight for weight in weights if isinstance(weight, Int8Weight)]
-    assert len(weights) in (len(tensors), len(grouped), len(int8)), "weights of several kinds"
+    assert len(weights) in (len(tensors), len(grouped), len(int8)), "the weights are of several kinds"
     if tensors:
         return torch.cat(tensors)
     return GroupedWeight.concat(grouped) if grouped else Int8Weight.concat(int8)

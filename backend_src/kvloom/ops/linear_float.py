@@ -8,31 +8,31 @@ from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 BLOCK_ROWS = 16
-"""oneDNN: rows of each product; fewer are padded, more are several products.
+"""oneDNN: every product has this many rows. Fewer rows are padded, more are split into several products.
 
-oneDNN chooses instructions (AMX or not) and the order of sums by the number of rows. With one number a row gives the
-same whatever comes with it, and one kernel for each shape of weight is enough. A lone row costs as much as 16: still
-little beside reading the weight.
+oneDNN chooses instructions (AMX or not) and the order of sums by the number of rows. With a fixed number a row's result
+does not depend on other rows, and each shape of weight needs only one kernel. A single row costs as much as 16, but
+that is little compared to reading the weight.
 """
 
 MAX_SUM = 192
-"""oneDNN: longest sum of fp32 products that oneDNN adds up in one accumulator.
+"""oneDNN: the most fp32 products to add up in one accumulator.
 
-Its packed product adds all of in_features one after the other, with twice the rounding error of the blocked sums of a
-plain product at 1,536 features. Sums of sums get that back, for about a fifth of the speed: who asks for fp32 wants it
-exact.
+oneDNN's packed product adds all of in_features one after the other. At 1,536 features its rounding error is twice that
+of a plain product, which adds blocks. Adding partial sums avoids that and costs about a fifth of the speed. fp32 is
+chosen for exactness.
 """
 
 _PACKED_ROWS = 64
 _PACKED_COLUMN_BYTES = 64
-"""oneDNN's layout is made of tiles: a weight is padded to so many rows and to so many bytes of a row (AVX-512)."""
+"""oneDNN packs weights in tiles and pads them to multiples of this many rows and bytes per row (AVX-512)."""
 
 _KERNEL_BYTES = 640 * 2**10
-"""oneDNN keeps a kernel for each shape of a product; measured: 0.56 to 0.58 MiB each (AVX-512, fp32 and bf16)."""
+"""oneDNN keeps a kernel for each shape of product. Measured: 0.56 to 0.58 MiB each (AVX-512, fp32 and bf16)."""
 
 
 class _Packed:
-    """A weight in panels; see cpu/linear_float.cpp."""
+    """A weight packed in panels; see cpu/linear_float.cpp."""
 
     def __init__(self, weight: torch.Tensor, allocate: Allocate, gated: bool):
         lib = library(weight)
@@ -68,7 +68,7 @@ class _Packed:
 
 
 class NativeGatedLinear(_Packed):
-    """Gate and up side by side: activated while both are in registers, and never stored; see ``pack_gated_linear``."""
+    """Gate and up side by side. They are activated in registers and never stored; see ``pack_gated_linear``."""
 
     def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
         super().__init__(weight, allocate, gated=True)
@@ -90,7 +90,7 @@ class NativeGatedLinear(_Packed):
 
 
 class NativeLinear(_Packed):
-    """A packed weight that its rows can be read from again, too."""
+    """A packed weight whose rows can also be read."""
 
     def __init__(self, weight: torch.Tensor, allocate: Allocate = small_pages):
         super().__init__(weight, allocate, gated=False)
@@ -128,9 +128,9 @@ class NativeLinear(_Packed):
 
 
 class CudaLinear:
-    """cuBLAS. The order of its sums, and so the last bits, may depend on the number of rows.
+    """A product with cuBLAS. Its order of summation, and so the last bits, may depend on the number of rows.
 
-    The sums are fp32 where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` is off.
+    It sums in fp32 if ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` is off.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -148,7 +148,7 @@ class CudaLinear:
 
 
 class OneDnnLinear:
-    """The weight in oneDNN's blocked layout, beside the plain one where its rows are wanted too."""
+    """A weight in oneDNN's blocked layout. The plain weight is kept, too, if rows are needed."""
 
     def __init__(self, weight: torch.Tensor, keep_rows: bool = False):
         self._weight = weight if keep_rows else None
@@ -180,13 +180,15 @@ class OneDnnLinear:
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What ``OneDnnLinear`` keeps a weight in: fp32 where oneDNN packs no bf16, as on CPUs without AVX-512."""
+    """The dtype of weights in ``OneDnnLinear``: fp32 if oneDNN can't pack bf16, as on CPUs without AVX-512."""
     return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Bytes of a weight [out_features, in_features] that oneDNN keeps in ``dtype``; a little more than in
-    ``NativeLinear``."""
+    """Bytes of a weight [out_features, in_features] packed by oneDNN in ``dtype``.
+
+    A ``NativeLinear`` takes a little less.
+    """
     split = _split(in_features, dtype)
     widths = [min(split, in_features - start) for start in range(0, in_features, split)]
     row = sum(_up(width * dtype.itemsize, _PACKED_COLUMN_BYTES) for width in widths)
@@ -194,18 +196,18 @@ def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int
 
 
 def kernels_bytes(widths: Iterable[int], dtype: torch.dtype) -> int:
-    """Bytes of the kernels that oneDNN keeps for weights of so many in_features, kept in ``dtype``."""
+    """Bytes of oneDNN's kernels for weights packed in ``dtype``, given each weight's in_features."""
     count = 0
     for in_features in widths:
-        # the first part's product is one kind, adding another's to it a second, and that of a narrower last part
+        # One kernel for the first part, one that adds another part, and one that adds a narrower last part
         split = _split(in_features, dtype)
         count += 1 + (in_features > split) + (in_features > split and in_features % split > 0)
     return count * _KERNEL_BYTES
 
 
 def _split(in_features: int, dtype: torch.dtype) -> int:
-    """Columns of a weight that one product takes."""
-    # bf16 sums are kept in fp32 inside the product and rounded at its end: parts would be rounded each
+    """The number of in_features per product."""
+    # bf16 products sum in fp32 and round at the end. Several parts would round several times
     parts = -(-in_features // MAX_SUM) if dtype is torch.float32 else 1
     return -(-in_features // parts)
 

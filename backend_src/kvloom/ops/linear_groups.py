@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in groups of inputs, and products with them: exact integers, scaled group by group."""
+"""Weights of 4 or 8 bits in groups of inputs, and products with them. Integers are exact and scaled by group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 GROUP = 32
-"""Inputs that share a scale: as in GGUF's Q4_0, Q4_1 and Q8_0."""
+"""The number of inputs that share a scale, as in GGUF's Q4_0, Q4_1 and Q8_0."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [out_features, in_features] = values * scale (+ minimum), both of a row's group of inputs.
+    """A weight [out_features, in_features] = values * scale (+ minimum). Scale and minimum are per row and group.
 
     Attributes:
-        bits: 4: values 0 to 15 and minima; 8: values -128 to 127.
-        values: uint8 (4 bits) or int8 [out_features, in_features up to a multiple of a group], zeros as padding.
+        bits: 4 for values 0 to 15 with minima, 8 for values -128 to 127.
+        values: uint8 (4 bits) or int8 [out_features, in_features], padded with zeros to a multiple of a group.
         scales: fp16 [out_features, groups].
         minima: fp16 [out_features, groups]; None with 8 bits.
-        in_features: width without the padding.
+        in_features: the width without padding.
     """
 
     bits: Literal[4, 8]
@@ -33,7 +33,7 @@ class GroupedWeight:
 
     @classmethod
     def quantize(cls, weight: torch.Tensor, group: int = GROUP) -> "GroupedWeight":
-        """Round a weight (fp32) to 8 bits, as GGUF's Q8_0 does: the largest of ``group`` inputs becomes 127."""
+        """Quantize an fp32 weight to 8 bits as GGUF's Q8_0 does: the largest value of a group becomes 127."""
         rows, width = weight.shape
         groups = torch.nn.functional.pad(weight, (0, -width % group)).view(rows, -1, group)
         scales = groups.abs().amax(-1) / 127
@@ -43,7 +43,7 @@ class GroupedWeight:
 
     @classmethod
     def concat(cls, weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
-        """Weights for the same input as one, their outputs in order."""
+        """Concatenate the outputs of weights that have the same input."""
         first = weights[0]
         minima = [weight.minima for weight in weights if weight.minima is not None]
         return cls(
@@ -61,18 +61,18 @@ class GroupedWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale: ``GROUP`` but where INT8 activations have other ones."""
+        """The number of inputs that share a scale. It differs from ``GROUP`` only for INT8 activations."""
         return self.values.shape[1] // self.scales.shape[1]
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in fp32, exact but for the last rounding."""
+        """The weight in fp32, rounded once."""
         groups = self.values.view(*self.scales.shape, self.group).float() * self.scales.float()[..., None]
         if self.minima is not None:
             groups = groups + self.minima.float()[..., None]
         return groups.view(self.values.shape)[:, : self.in_features].contiguous()
 
     def to(self, device: torch.device) -> "GroupedWeight":
-        """The same on another device."""
+        """Copy the weight to another device."""
         minima = None if self.minima is None else self.minima.to(device)
         return GroupedWeight(self.bits, self.values.to(device), self.scales.to(device), minima, self.in_features)
 
@@ -83,7 +83,7 @@ class GroupedWeight:
 
 
 class NativeGroupedLinear:
-    """See cpu/linear_groups.cpp."""
+    """A weight in groups, packed in panels; see cpu/linear_groups.cpp."""
 
     def __init__(self, weight: GroupedWeight, allocate: Allocate = small_pages):
         lib = library()
@@ -141,11 +141,11 @@ class NativeGroupedLinear:
 
 
 def unpacked_bytes(out_features: int, in_features: int) -> int:
-    """Bytes of a ``GroupedWeight`` of 8 bits as it is."""
+    """Bytes of a ``GroupedWeight`` of 8 bits, without packing."""
     return out_features * -(-in_features // GROUP) * (GROUP + 2)
 
 
 def grouped_bytes(out_features: int, in_features: int, bits: int, panel: int = 32, group: int = GROUP) -> int:
-    """Bytes of a weight packed in C++; ``panel`` outputs lie together, 32 where vectors are widest."""
+    """Bytes of a weight packed in C++ in panels of ``panel`` outputs, 32 with the widest vectors."""
     head = 4 if bits == 4 else 2
     return -(-out_features // panel) * panel * -(-in_features // group) * (head + group * bits // 8)

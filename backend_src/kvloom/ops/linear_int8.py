@@ -1,4 +1,4 @@
-"""Products of INT8 activations with INT8 weights, both in groups of inputs with a scale each."""
+"""Products of INT8 activations with INT8 weights. Both have one scale per group of inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,20 @@ from kvloom.ops.native import empty, library
 from kvloom.ops.packed_memory import Allocate, small_pages
 
 WIDE_GROUP = 64
-"""Inputs that share a scale in a layer's weights. A scale of a weight and one of a row cost what 8 inputs do: with
-groups of 32 a fifth of a product's instructions, with these a ninth."""
+"""The number of inputs that share a scale in a layer's weights.
+
+Applying the scales of a weight and a row costs as much as multiplying 8 inputs. With groups of 32 that is a fifth of a
+product's instructions, with this size a ninth.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [out_features, in_features] for activations that are rounded to INT8, too.
+    """A weight [out_features, in_features] for activations that are quantized to INT8.
 
     Attributes:
-        groups: the weight, of 8 bits, in groups of ``GROUP`` or ``WIDE_GROUP``. Activations have groups of the same
-            size, rounded as a weight's are: the largest becomes 127.
+        groups: the weight with 8 bits in groups of ``GROUP`` or ``WIDE_GROUP``. Activations are quantized like weights,
+            in groups of the same size: the largest value of a group becomes 127.
     """
 
     groups: GroupedWeight
@@ -30,12 +33,12 @@ class Int8Weight:
 
     @classmethod
     def concat(cls, weights: Sequence["Int8Weight"]) -> "Int8Weight":
-        """Weights for the same input as one, their outputs in order."""
+        """Concatenate the outputs of weights that have the same input."""
         return cls(GroupedWeight.concat([weight.groups for weight in weights]))
 
 
 class _Packed:
-    """A weight in panels; see cpu/linear_int8.cpp."""
+    """A weight packed in panels; see cpu/linear_int8.cpp."""
 
     def __init__(self, weight: Int8Weight, allocate: Allocate, gated: bool):
         lib = library()
@@ -59,7 +62,7 @@ class _Packed:
         )
 
     def _arguments(self, x: torch.Tensor) -> tuple[int, ...]:
-        """What both products take before their results."""
+        """The arguments of both products before the results."""
         assert x.shape[1] == self._width and x.is_contiguous() and library(x) is not None
         return (
             self._group,
@@ -74,7 +77,7 @@ class _Packed:
 
 
 class NativeInt8GatedLinear(_Packed):
-    """Gate and up side by side: activated while both are in the cache; see ``pack_gated_linear``."""
+    """Gate and up side by side. They are activated while both are in the CPU's cache; see ``pack_gated_linear``."""
 
     def __init__(self, weight: Int8Weight, allocate: Allocate = small_pages):
         super().__init__(weight, allocate, gated=True)
@@ -87,7 +90,7 @@ class NativeInt8GatedLinear(_Packed):
 
 
 class NativeInt8Linear(_Packed):
-    """A packed weight that its rows can be read from again, too."""
+    """A packed weight whose rows can also be read."""
 
     def __init__(self, weight: Int8Weight, allocate: Allocate = small_pages):
         super().__init__(weight, allocate, gated=False)

@@ -8,16 +8,16 @@ from kvloom.ops.native import library
 def token_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Natural log probabilities of the chosen and of the likeliest tokens.
+    """Natural log probabilities of the chosen tokens and of the most likely tokens.
 
     Args:
         logits: fp32 [R, vocab].
         chosen: int64 [R].
-        count: how many of the likeliest are wanted; fewer where the vocabulary is smaller.
+        count: how many of the most likely tokens to return. At most the whole vocabulary is returned.
 
     Returns:
-        Of the chosen, fp32 [R]; of the likeliest, fp32 [R, count], best first; the likeliest tokens, int64 [R, count].
-        Of equal logits the smaller id comes first, also where only some of them are among the likeliest.
+        The log probabilities of the chosen tokens, fp32 [R]; those of the most likely tokens, fp32 [R, count], best
+        first; and these tokens, int64 [R, count]. Of equal logits, tokens with smaller ids come first.
     """
     rows, vocab = logits.shape
     count = min(count, vocab)

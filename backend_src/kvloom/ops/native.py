@@ -1,4 +1,4 @@
-"""The C++ ops for CPUs: built once by the machine's compiler, found again in a cache folder."""
+"""The C++ ops for CPUs. The machine's compiler builds them once, and a cache folder keeps the library."""
 
 import ctypes
 import hashlib
@@ -50,20 +50,20 @@ _ARGUMENTS = {
     "kvloom_logprobs": (_P, _N, _N, _P, _N, _P, _P, _P),
     "kvloom_replay": (_P,),
 }
-"""What the functions take; where it is declared, a call takes plain numbers, and half the time."""
+"""The functions' argument types. With them a call accepts plain numbers and takes half the time."""
 
 Argument = int | float | None
-"""Of a function: an address (None: null), a number, a flag."""
+"""An argument of a function: an address (None is null), a number or a flag."""
 
 
 class Recorder(Protocol):
-    """Is told what the ops of a thread do, and gives them memory; see recording.py."""
+    """Records the calls of a thread's ops and allocates their results; see recording.py."""
 
     def note(self, lib: "Library", function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
-        """A function of a library is about to be called."""
+        """Record a call of a library's function, before it is made."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result."""
+        """Allocate memory for a result."""
 
 
 class _Thread(threading.local):
@@ -74,10 +74,10 @@ _thread = _Thread()
 
 
 class Library:
-    """The functions of a built library, by their names."""
+    """A built library. Its functions are attributes."""
 
     def __init__(self, path: Path):
-        """Load it.
+        """Load the library.
 
         Raises:
             OSError: it can't be loaded, or another user may have written it.
@@ -88,10 +88,10 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        """A function; looked for once.
+        """Look up a function and keep it as an attribute.
 
         Raises:
-            AttributeError: there is none of this name.
+            AttributeError: there is no function of this name.
         """
         function, types = getattr(self._functions, name), _ARGUMENTS.get(name, ())
         function.argtypes = types
@@ -106,7 +106,7 @@ class Library:
         return call
 
     def address(self, name: str) -> int | None:
-        """Where a function lies; None where there is none of this name."""
+        """The address of a function; None if there is no function of this name."""
         function = getattr(self._functions, name, None)
         return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
@@ -116,22 +116,23 @@ _failed = False
 
 
 class _NotUsable(Exception):
-    """There is no library; ``str()`` is why, and what to do."""
+    """There is no usable library. ``str()`` says why and what to do."""
 
 
 def use_native(cache: Path, machine: str = "native", building: Callable[[str], None] = log.warning) -> bool:
-    """Let the ops use the C++ library from now on, building it first where ``cache`` does not have it.
+    """Let the ops use the C++ library. Build it first if ``cache`` does not have it.
 
-    The library runs on torch's own OpenMP threads. Where it can't be had the ops go on in plain torch; the log says so.
+    The library runs on torch's OpenMP threads. If there is no usable library, the ops run in plain torch, and the log
+    says so.
 
     Args:
-        cache: folder for built libraries; one per compiler, flags, instruction set and source. It has to be writable
-            only where a library is missing.
-        machine: whose instructions may be used, as the compiler's -march takes it.
-        building: is told in words that a library is being built, and how far it is.
+        cache: folder for built libraries, one per compiler, flags, instruction set and source. It must be writable only
+            if a library is missing.
+        machine: the instructions that may be used, as a value of the compiler's -march.
+        building: called with progress messages while a library is built.
 
     Returns:
-        Whether the ops are in C++.
+        Whether the ops use C++.
     """
     global _library, _failed
     try:
@@ -139,12 +140,12 @@ def use_native(cache: Path, machine: str = "native", building: Callable[[str], N
     except _NotUsable as error:
         use_torch(str(error))
     except OSError as error:
-        use_torch(f"{error}; name a folder that can be written to in XDG_CACHE_HOME")
+        use_torch(f"{error}; set XDG_CACHE_HOME to a folder that can be written to")
     return _library is not None
 
 
 def use_torch(reason: str) -> None:
-    """Let the ops run in plain torch from now on, and say in the log why."""
+    """Let the ops run in plain torch, and log the reason."""
     global _library, _failed
     _library, _failed = None, True
     log.warning("the CPU ops run in plain torch, several times slower: %s", reason)
@@ -163,19 +164,19 @@ def _find_or_build(cache: Path, machine: str, building: Callable[[str], None]) -
             try:
                 _build(compiler, machine, built, building)
             except subprocess.CalledProcessError as error:
-                raise _NotUsable(f"building them failed: {error}\n{error.stderr[-2000:]}") from error
+                raise _NotUsable(f"could not build the CPU ops: {error}\n{error.stderr[-2000:]}") from error
             os.replace(built, path)
     try:
         return Library(path)
     except OSError as error:
-        raise _NotUsable(f"{path} can't be loaded: {error}; remove it, and it is built again") from error
+        raise _NotUsable(f"could not load {path}: {error}; remove it to have it built again") from error
 
 
 def _build(compiler: str, machine: str, built: Path, building: Callable[[str], None]) -> None:
-    """Compile the sources side by side, and link them.
+    """Compile the sources in parallel and link them.
 
     Raises:
-        CalledProcessError: the compiler's.
+        CalledProcessError: the compiler failed.
     """
 
     def run(*arguments: str) -> None:
@@ -186,7 +187,7 @@ def _build(compiler: str, machine: str, built: Path, building: Callable[[str], N
         run("-c", str(source), "-o", part)
         return part
 
-    # the largest first, so that it is not the last one alone; few, for each takes half a gigabyte
+    # The largest source first, so that it does not finish last. Few at once, since each takes half a gigabyte
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         parts = []
@@ -194,7 +195,7 @@ def _build(compiler: str, machine: str, built: Path, building: Callable[[str], N
             parts.append(part)
             building(f"building the CPU ops: {len(parts)} of {len(sources)} files")
     run("-shared", *parts, "-o", str(built))
-    built.chmod(0o755)  # whatever the umask is: what others may write is not loaded
+    built.chmod(0o755)  # whatever the umask is: a library that others may write is not loaded
 
 
 def find_compiler() -> str | None:
@@ -203,18 +204,18 @@ def find_compiler() -> str | None:
 
 
 def is_buildable() -> bool:
-    """Whether the ops are in C++, or would be after ``use_native``: there is a compiler, and it has not failed."""
+    """Whether the ops use C++ or would after ``use_native``: there is a compiler, and it has not failed."""
     return find_compiler() is not None and not _failed
 
 
 def stop_using_native() -> None:
-    """Let the ops run in plain torch."""
+    """Let the ops run in plain torch again. Only tests need this."""
     global _library, _failed
     _library, _failed = None, False
 
 
 def library(*tensors: torch.Tensor) -> Library | None:
-    """The library, where it can work with these tensors: on the CPU, fp32 or bf16."""
+    """The library if it supports these tensors, which must be on the CPU and fp32 or bf16; else None."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.dtype not in _FLOATS:
             return None
@@ -222,7 +223,7 @@ def library(*tensors: torch.Tensor) -> Library | None:
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Memory for an op's result, uninitialized."""
+    """Allocate uninitialized memory for an op's result."""
     if _thread.recorder is not None:
         assert device is None or device.type == "cpu"
         return _thread.recorder.empty(shape, dtype)
@@ -231,7 +232,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Let a recorder follow the ops of this thread."""
+    """Let a recorder record the ops of this thread."""
     assert _thread.recorder is None
     _thread.recorder = recorder
     try:
@@ -244,21 +245,21 @@ def _identity(compiler: str, machine: str) -> str:
     """A hash of everything that the library depends on.
 
     Raises:
-        _NotUsable: the compiler does not work, or is none of GCC's.
+        _NotUsable: the compiler does not work or is not GCC.
     """
     try:
         version = _run(compiler, "--version")
-        # only GCC's tell; a library of another one would bring a second OpenMP beside torch's
+        # Only GCC has these options. Another compiler's library would bring a second OpenMP beside torch's
         instructions = _run(compiler, f"-march={machine}", "-Q", "--help=target")
     except (OSError, subprocess.CalledProcessError) as error:
-        raise _NotUsable(f"{compiler} is not GCC's, or does not work ({error}); install g++") from error
+        raise _NotUsable(f"{compiler} is not GCC or does not work ({error}); install g++") from error
     parts = [version, instructions, " ".join(FLAGS)]
     parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _run(*command: str) -> str:
-    """What a command prints.
+    """Run a command and return its output.
 
     Raises:
         CalledProcessError: it failed.

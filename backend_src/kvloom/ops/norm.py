@@ -17,13 +17,14 @@ def add_rms_norm(
 
     Args:
         residual: fp32 [T, hidden].
-        update: [T, hidden] of any float dtype, or None where there is nothing to add yet.
-        weight: [hidden]; its dtype is that of the normalized result.
+        update: [T, hidden] of any float dtype; None if there is nothing to add.
+        weight: [hidden]. The normalized result has its dtype.
         eps: added to the mean of squares.
-        rows: int64 [R], the rows that are wanted, where not all T are: those with logits, in a model's last layer.
+        rows: int64 [R], the rows to compute, such as those with logits in a model's last layer; None for all.
 
     Returns:
-        (normalized [T, hidden] in weight's dtype, new residual fp32 [T, hidden]); of ``rows``, R instead of T.
+        The normalized result [T, hidden] in weight's dtype, and the new residual fp32 [T, hidden]. With ``rows`` they
+        have R rows.
     """
     if runs_triton(residual):
         from kvloom.ops.gpu.norm import add_rms_norm as fused

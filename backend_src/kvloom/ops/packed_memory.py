@@ -1,6 +1,6 @@
-"""Memory for packed weights, in huge pages.
+"""Allocates memory for packed weights in huge pages.
 
-A product of a few rows streams through its weight; in pages of 4 KiB that takes half as long again on one core.
+A product of a few rows streams through its weight. With 4 KiB pages that takes half as long again on one core.
 """
 
 import logging
@@ -12,24 +12,24 @@ import torch
 log = logging.getLogger(__name__)
 
 SLAB = 2**30
-"""Bytes of address space that are reserved at once; what is not written to takes no memory."""
+"""Bytes of address space to reserve at once. Pages that are not written take no memory."""
 
 HUGE_PAGE = 2 * 2**20
 
 ALIGNMENT = 64
-"""Of each weight: a cache line, and the widest vector."""
+"""Alignment of each weight in bytes: a cache line and the widest vector."""
 
 Allocate = Callable[[int], torch.Tensor]
-"""Makes an uninitialized uint8 tensor of so many bytes."""
+"""Makes an uninitialized uint8 tensor of the given number of bytes."""
 
 
 def small_pages(size: int) -> torch.Tensor:
-    """For weights that are few."""
+    """Allocate in ordinary pages, for a few weights."""
     return torch.empty(size, dtype=torch.uint8)
 
 
 class HugePages:
-    """Lays weights one behind the other in slabs, which live as long as a weight in them."""
+    """Allocates weights one after the other in slabs. A slab lives as long as any weight in it."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
@@ -50,6 +50,6 @@ def _slab(size: int) -> torch.Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
-        log.info("no huge pages for the weights (%s): small batches are slower", error.strerror)
+        log.info("could not get huge pages for the weights (%s): small batches are slower", error.strerror)
     slab = torch.frombuffer(memory, dtype=torch.uint8)
     return slab[-slab.data_ptr() % HUGE_PAGE :][:size]

@@ -1,8 +1,8 @@
-"""Changes to single scores before a token is chosen: bias, penalties, bans.
+"""Edits single scores before a token is chosen: bias, penalties and bans.
 
-Places to change are indices into the flattened scores, ``row * vocab + token``, so that the work follows the number of
-tokens concerned and not rows times vocabulary. ``scores`` are changed in place: fp32 [R, vocab], contiguous. Each kind
-of change is computed in fp64 and rounded once.
+Edits have indices into the flattened scores, ``row * vocab + token``, so that the work depends on the number of edits
+and not on rows times vocabulary. ``scores``, fp32 [R, vocab] and contiguous, are edited in place. Each kind of edit is
+computed in fp64 and rounded once.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from kvloom.ops.native import library
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """All kinds of changes to N places, in tensors whose size need not follow what is in them; made in this order.
+    """The edits of N scores, applied in the order of the attributes. Unused entries allow tensors of a fixed size.
 
     Attributes:
-        index: int64 [N], in which no place comes twice; -1 stands for none.
-        bias: fp64 [N]; 0 where there is none.
-        repetition: fp64 [N], the repetition penalty; 1 where there is none.
-        subtracted: fp64 [N], ``presence + counts * frequency``; 0 where there is none.
+        index: int64 [N], without duplicates; -1 for an unused entry.
+        bias: fp64 [N]; 0 for none.
+        repetition: fp64 [N], the repetition penalty; 1 for none.
+        subtracted: fp64 [N], ``presence + counts * frequency``; 0 for none.
         banned: bool [N].
     """
 
@@ -32,13 +32,13 @@ class Edits:
     banned: torch.Tensor
 
     def to(self, device: torch.device) -> "Edits":
-        """The same on a device."""
+        """Copy the edits to a device."""
         tensors = (self.index, self.bias, self.repetition, self.subtracted, self.banned)
         return Edits(*(tensor.to(device) for tensor in tensors))
 
 
 def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
-    """Make ``edits`` in scores fp32 [R, vocab]; returns what was there before, fp32 [N], for ``restore``."""
+    """Apply ``edits`` to scores, fp32 [R, vocab]. Returns the old scores, fp32 [N], for ``restore``."""
     if runs_triton(scores):
         from kvloom.ops.gpu.penalties import edit as fused
 
@@ -55,7 +55,7 @@ def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
     places = edits.index[used]
     flat, repetition = scores.view(-1), edits.repetition[used]
     changed = _rounded(flat[places].double() + edits.bias[used])
-    # CTRL (Keskar et al., 2019), as transformers does it
+    # The penalty of CTRL (Keskar et al., 2019), as in transformers
     changed = _rounded(torch.where(changed > 0, changed / repetition, changed * repetition))
     changed = _rounded(changed - edits.subtracted[used])
     flat[places] = changed.masked_fill(edits.banned[used], -torch.inf).float()
@@ -63,7 +63,7 @@ def edit(scores: torch.Tensor, edits: Edits) -> torch.Tensor:
 
 
 def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
-    """Undo ``edit``, given what it returned."""
+    """Undo ``edit``, given its result."""
     if runs_triton(scores):
         from kvloom.ops.gpu.penalties import restore as fused
 
@@ -78,6 +78,6 @@ def restore(scores: torch.Tensor, edits: Edits, saved: torch.Tensor) -> None:
 
 
 def _rounded(changed: torch.Tensor) -> torch.Tensor:
-    """fp64 to fp32 and back; an overflow must neither ban a token nor turn into NaN further on."""
+    """Round fp64 to fp32. It saturates, because infinity would ban a token or become NaN later."""
     largest = torch.finfo(torch.float32).max
     return changed.clamp(-largest, largest).float().double()

@@ -1,7 +1,7 @@
-"""Calls of the library written down once and made again: a step's hundreds become one, without Python between them.
+"""Records calls of the C++ library and replays them: hundreds of calls become one, without Python in between.
 
-It is to the CPU what a CUDA graph is to a GPU: what was recorded reads and writes the same addresses again, so inputs
-lie in buffers that stay, and results in memory that belongs to the recorder.
+This is the CPU's counterpart of a CUDA graph. A replay reads and writes the same addresses again, so inputs must be in
+fixed buffers, and results are in memory of the recorder.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ from kvloom.ops.native import Argument, Library, recorded_by
 from kvloom.ops.packed_memory import ALIGNMENT
 
 _WORDS: dict[type, str] = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_int: "i4x", ctypes.c_float: "f4x"}
-"""How ``struct`` writes an argument into a word of 8 bytes; see cpu/replay.h."""
+"""The ``struct`` format of each argument type in a word of 8 bytes; see cpu/replay.h."""
 
 T = TypeVar("T")
 
 
 class Recording(Generic[T]):
-    """What a piece of work called, in order, and what it returned.
+    """The recorded calls of some work, and its result.
 
     Attributes:
-        result: tensors at the same addresses after every replay, until another recording of the same recorder is made
-            or replayed: they share their memory.
-        others: what the work did beside calling the library: where there is something, a replay would lack it.
+        result: the result's tensors, at the same addresses after every replay. Another recording of the same recorder
+            overwrites them, because they share their memory.
+        others: operations that can't be replayed. If there are any, the recording is incomplete.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class Recording(Generic[T]):
 
     @property
     def complete(self) -> bool:
-        """Whether a replay does all that the work did."""
+        """Whether a replay does the same as the work."""
         return not self.others
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was written down."""
+        """Bytes of the recorded calls. Tests read this."""
         return len(self._words)
 
     def add(self, lib: Library, function: str, types: tuple[type, ...], arguments: tuple[Argument, ...]) -> None:
-        """Write a call down."""
+        """Record a call."""
         self._replay = lib.kvloom_replay
         operation = lib.address(f"{function}_replayed")
         if operation is None:
@@ -61,13 +61,13 @@ class Recording(Generic[T]):
         self._words += struct.pack(layout, operation, *(0 if value is None else value for value in arguments))
 
     def finish(self, result: T) -> None:
-        """Nothing is added any more."""
+        """Complete the recording."""
         self.result = result
         self._words += bytes(8)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._words))
 
     def replay(self) -> T:
-        """Make the calls again; returns ``result``."""
+        """Make the calls again and return ``result``."""
         assert self.complete and self._replay is not None
         self._replay(self._address)
         return self.result
@@ -76,8 +76,8 @@ class Recording(Generic[T]):
 class Recorder:
     """Records work on a number of rows, such as the sequences of a decode step.
 
-    Results get memory that is given out again as soon as nothing refers to it, so that all layers of a model share the
-    same few buffers; and each has room for ``max_rows`` rows, so that all recordings do.
+    A result's memory is reused as soon as nothing refers to the result, so that all layers of a model share a few
+    buffers. Each buffer has room for ``max_rows`` rows, so that all recordings share them.
 
     Args:
         max_rows: maximum number of rows.
@@ -92,18 +92,18 @@ class Recorder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results' memory; what no step has used yet takes none of the machine's."""
+        """Bytes of the results' buffers. Pages that no step has used take no memory. Tests read this."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def record(self, rows: int, work: Callable[[], T]) -> Recording[T]:
-        """Do some work and write down what it calls.
+        """Run some work and record its calls.
 
         Args:
-            rows: that every result is so many times as large as for one row.
-            work: uses the library's ops on tensors that stay where they are.
+            rows: the number of rows. The size of every result must be proportional to it.
+            work: uses the library's ops on tensors at fixed addresses.
         """
         assert 0 < rows <= self._max_rows
-        # nothing of an earlier recording is in use any more: what still refers to it is its result
+        # All buffers are free: only results of earlier recordings refer to them, and these may be overwritten
         recording: Recording[T] = Recording()
         self._rows, self._free, self._recording = rows, list(self._buffers), recording
         with recorded_by(self), _Watch(recording.others):
@@ -119,7 +119,7 @@ class Recorder:
         size = math.prod(shape) * dtype.itemsize
         row = -(-size // self._rows)
         buffer = self._take(row * self._max_rows)
-        # torch holds on to the array as long as any view of the tensor lives
+        # torch keeps the array alive as long as any view of the tensor lives
         memory = buffer[:size]
         weakref.finalize(memory, self._free.append, buffer).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -134,7 +134,7 @@ class Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what torch computes; views are nothing to compute."""
+    """Records the operations of torch that compute something. Views don't."""
 
     def __init__(self, others: list[str]):
         super().__init__()
@@ -142,7 +142,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled: without this, torch loads its compiler, for a second and many MB."""
+        """Nothing is compiled here. Without this method torch loads its compiler, which takes a second and many MB."""
         return False
 
     def __torch_dispatch__(  # noqa: PLW3201 torch's name

@@ -1,6 +1,6 @@
-"""From scores to token ids; every row by its own parameters and independent of the others.
+"""Chooses a token for each row of scores, by the row's own parameters.
 
-No step mixes rows: what a row gets is the same, bit for bit, in whatever batch it comes, whatever computes it on a CPU.
+Rows are independent: on a CPU a row's token is the same in every batch, and the same in C++ and in torch.
 """
 
 import numpy as np
@@ -11,45 +11,46 @@ from kvloom.ops.native import empty, library
 from kvloom.ops.penalties import Edits, edit
 
 _CANDIDATES = 256
-"""Tokens that top-k and top-p look at first. They are nearly always enough and much cheaper than sorting them all."""
+"""Top-k and top-p look at this many tokens first. They nearly always suffice, and sorting all tokens is expensive."""
 
 
 NOT_FINITE, STUCK = -1, -2
-"""In a token's place: the row's logits are not all finite; none of its tokens is possible."""
+"""Returned instead of a token: some logit of the row is not finite; every token of the row is banned."""
 
 _WEIGHT_OF_LIKELIEST = 2.0**42
-"""The weights of 2^20 tokens fit into an int64 with room to spare."""
+"""The weight of the most likely token. The weights of 2^20 tokens fit into an int64 with room to spare."""
 
 _FURTHEST = 29.0
-"""How far below the likeliest a token is still possible, in natural logarithms: its weight is then just above 1."""
+"""A token further below the most likely one is impossible, in natural logarithms. At this distance the weight is just
+above 1."""
 
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
-    """Whether a row holds no NaN and no infinity: fp32 [R, vocab] to bool [R]."""
+    """Whether all logits of a row are finite: fp32 [R, vocab] to bool [R]."""
     if runs_triton(logits):
         from kvloom.ops.gpu.sampling import finite as fused
 
         return fused(logits)
-    # two reductions that hand NaN on: 20 times cheaper than isfinite().all()
+    # Two reductions that propagate NaN are 20 times cheaper than isfinite().all()
     return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
 
 
 def greedy(scores: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, the first of equals: fp32 [R, vocab] to int64 [R]."""
+    """The most likely token of each row, the first one if there are several: fp32 [R, vocab] to int64 [R]."""
     if runs_triton(scores):
         from kvloom.ops.gpu.sampling import greedy as fused
 
         return fused(scores)
     if scores.is_cpu:
-        # numpy's is vectorized, and 10 times as fast as torch's
+        # numpy's argmax is vectorized and 10 times as fast as torch's
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``greedy`` and ``finite`` at once, in one pass where that can be: fp32 [R, vocab] to int64 [R] and bool [R].
+    """``greedy`` and ``finite`` together, in one pass in C++: fp32 [R, vocab] to int64 [R] and bool [R].
 
-    The token of a row that is not finite means nothing.
+    The token of a row that is not finite is meaningless.
     """
     lib = library(logits)
     if lib is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
@@ -68,26 +69,33 @@ def sample(
     top_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw one token per row by inverting the cumulative distribution at ``uniform``.
+    """Sample one token per row by inverting the cumulative distribution at ``uniform``.
 
-    The order is temperature; min-p (Nguyen et al., 2024), which keeps what is at least ``min_p`` times as likely as the
-    likeliest; top-k; top-p (nucleus sampling, Holtzman et al., 2019), which counts the probabilities that the others
-    left, renormalized: the fewest tokens that reach ``top_p``. Of equally likely tokens those with smaller ids count as
-    likelier. The distribution is inverted by rank where top-k or top-p are on, else by id.
+    The filters apply in this order:
 
-    In numbers, which C++ and torch follow bit for bit: a token lies ``(largest - score) / temperature`` below the
-    likeliest, in fp32, by which it is ranked; what lies further than ``-log(min_p)`` or ``_FURTHEST`` is impossible.
-    Its weight is ``exp`` of minus that, in fp32, times 2^42, cut to an integer; sums of integers are exact in any
-    order. The nucleus' least weight is ``top_p`` of the weight before, and the weight to pass ``uniform`` of the weight
-    that is left: products in fp64.
+    1. temperature;
+    2. min-p (Nguyen et al., 2024) keeps tokens that are at least ``min_p`` times as likely as the most likely one;
+    3. top-k;
+    4. top-p (nucleus sampling, Holtzman et al., 2019) keeps the fewest tokens that reach ``top_p`` of the probability
+       that the other filters have left.
+
+    Equally likely tokens are ranked by id, smaller ids first. The distribution is inverted by rank if top-k or top-p is
+    on, and by id otherwise.
+
+    C++ and torch compute the same numbers, bit for bit. A token's distance from the most likely one is
+    ``(largest - score) / temperature`` in fp32. Tokens are ranked by distance. A token is impossible if its distance
+    exceeds ``-log(min_p)`` or ``_FURTHEST``. Its weight is ``exp(-distance)`` in fp32 times 2^42, truncated to an
+    integer, so that sums are exact in any order. The nucleus needs ``top_p`` times the weight left by the other
+    filters. The sampled token is the one at which the cumulative weight exceeds ``uniform`` times the weight left by
+    all filters. Both products are in fp64.
 
     Args:
-        scores: fp32 [R, vocab], less than 2^20 of a row; not NaN, not +inf; -inf is never drawn unless a row has
-            nothing else.
+        scores: fp32 [R, vocab], with a vocabulary of less than 2^20. They must not be NaN or +inf. -inf is sampled only
+            if a row has nothing else.
         temperature: fp32 [R], above 0.
-        min_p: fp32 [R]; 0 where it is off.
-        top_k: int64 [R], at least 1; the vocabulary's size where it is off.
-        top_p: fp32 [R]; 1 where it is off.
+        min_p: fp32 [R]; 0 for off.
+        top_k: int64 [R], at least 1; the vocabulary's size for off.
+        top_p: fp32 [R]; 1 for off.
         uniform: fp64 [R] in [0, 1).
 
     Returns:
@@ -107,7 +115,7 @@ def sample(
         pointers = (column.data_ptr() for column in columns)
         lib.kvloom_sample(scores.data_ptr(), rows, vocab, scores.stride(0), *pointers, chosen.data_ptr())
         return chosen
-    # the clamp keeps NaN out of rows that have nothing but -inf
+    # The clamp avoids NaN in rows that have nothing but -inf
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     below = (peak - scores) / temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     below.masked_fill_(below > furthest[:, None], torch.inf)
@@ -130,20 +138,20 @@ def sample_tokens(
     uniform: torch.Tensor,
     edits: Edits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row, whatever the row asks for; on a GPU without waiting for it.
+    """Choose the next token of each row, greedy or sampled. On a GPU the host does not wait.
 
     Args:
-        logits: fp32 [R, vocab], contiguous. Changed on the way and put back.
-        temperature: as ``sample``; below fp32's smallest normal number the likeliest token is taken.
-        min_p: see there, and so for the following.
-        top_k: see there.
-        top_p: see there.
-        uniform: see there.
-        edits: made before.
+        logits: fp32 [R, vocab], contiguous. They are edited in place and restored.
+        temperature: see ``sample``. A row with less than fp32's smallest normal number is greedy.
+        min_p: see ``sample``.
+        top_k: see ``sample``.
+        top_p: see ``sample``.
+        uniform: see ``sample``.
+        edits: applied before a token is chosen.
 
     Returns:
-        Tokens int64 [R], or ``NOT_FINITE`` or ``STUCK`` in their place; and the tokens' log probabilities under the
-        logits as they came, fp32 [R], undefined where there is no token.
+        Tokens, int64 [R], or ``NOT_FINITE`` or ``STUCK`` instead; and the tokens' log probabilities under the logits
+        before edits, fp32 [R], undefined for rows without a token.
     """
     if runs_triton(logits):
         from kvloom.ops.gpu.sampling import sample_tokens as fused
@@ -162,7 +170,7 @@ def sample_tokens(
 
 
 def _sample_all(below: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw from all tokens by id, given how far they lie below the likeliest; the rest as of ``sample``."""
+    """Sample from all tokens by id, given their distances ``below``. For ``uniform`` see ``sample``."""
     cumulative = _weights(below).cumsum(-1)
     return _passed(cumulative, _drawn(uniform, cumulative[:, -1]))
 
@@ -170,7 +178,7 @@ def _sample_all(below: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _sample_ranked(
     below: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from the likeliest tokens by rank, given how far all lie below the likeliest; the rest as of ``sample``."""
+    """Sample by rank, given the distances ``below`` of all tokens. For the other arguments see ``sample``."""
     vocab = below.shape[1]
     whole = _weights(below).sum(-1)
     nearest = below.topk(min(_CANDIDATES, vocab), largest=False).values
@@ -179,7 +187,7 @@ def _sample_ranked(
         rest = ~covered
         nearest = _ascending(_rows(below, rest))
         value[rest], rank[rest], _ = _draw_rank(nearest, whole[rest], vocab, top_k[rest], top_p[rest], uniform[rest])
-    # the token is the rank-th of those with this value, by id
+    # The token is number ``rank``, by id, of the tokens at this distance
     row, token = (below == value[:, None]).nonzero(as_tuple=True)
     return token[torch.searchsorted(row, torch.arange(len(below), device=below.device)) + rank]
 
@@ -192,26 +200,26 @@ def _draw_rank(
     top_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a place in a ranking.
+    """Sample a rank among the most likely tokens.
 
     Args:
-        nearest: fp32 [R, n], how far a row's n likeliest tokens lie below the likeliest, ascending.
-        whole: int64 [R], the weight of all of a row's tokens.
-        vocab: how many tokens a row has.
-        top_k: as ``sample``, and so are the following.
-        top_p: see there.
-        uniform: see there.
+        nearest: fp32 [R, n], the distances of each row's n most likely tokens, ascending.
+        whole: int64 [R], the weight of all tokens of a row.
+        vocab: the number of tokens in a row.
+        top_k: see ``sample``.
+        top_p: see ``sample``.
+        uniform: see ``sample``.
 
     Returns:
-        The distance drawn, fp32 [R]; the number of equal ones before it, int64 [R]; and whether the n tokens were
-        enough to tell, bool [R].
+        The sampled token's distance, fp32 [R]; the number of tokens before it at the same distance, int64 [R]; and
+        whether the n tokens were enough, bool [R].
     """
     count = nearest.shape[1]
     cumulative = _weights(nearest).cumsum(-1)
     limited = top_k < vocab
     whole = torch.where(limited, cumulative.gather(1, (top_k.clamp(max=count) - 1)[:, None])[:, 0], whole)
     nucleus = (top_p.double() * whole.double()).ceil().long().clamp(min=1)
-    # the token that takes the sum to the limit still belongs to the nucleus, and so the first always does
+    # The nucleus includes the token at which the sum reaches the limit, and so always the first token
     last = torch.searchsorted(cumulative, torch.where(top_p < 1, nucleus, whole)[:, None])
     covered = torch.where(limited, top_k <= count, last[:, 0] < count) if count < vocab else torch.ones_like(limited)
     kept = cumulative.gather(1, last.clamp(max=count - 1))[:, 0]
@@ -222,10 +230,10 @@ def _draw_rank(
 
 
 def _weights(below: torch.Tensor) -> torch.Tensor:
-    """Weights int64 of tokens that lie so far, fp32, below the likeliest; that of an infinite distance is 0.
+    """The weights, int64, of tokens at distances ``below``, fp32. An infinite distance has weight 0.
 
-    ``exp(-below)`` in fixed point, by operations that C++ can do bit for bit: 2^n * e^r with abs(r) <= ln(2) / 2, ln(2)
-    in two parts (Cephes' expf).
+    They are ``exp(-below)`` in fixed point, computed with operations that C++ repeats bit for bit: 2^n * e^r with
+    abs(r) <= ln(2) / 2 and ln(2) in two parts (as Cephes' expf).
     """
     x = -below.clamp(max=87.0)
     n = x * 1.44269504088896341 + 12582912.0 - 12582912.0
@@ -240,23 +248,23 @@ def _weights(below: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(uniform: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The weight int64 [R] to pass, given uniforms fp64 [R] and the weights int64 [R] of what is drawn from."""
+    """The cumulative weight to exceed, int64 [R], from uniforms, fp64 [R], and the total weights, int64 [R]."""
     return (uniform * kept.double()).long().minimum(kept - 1)
 
 
 def _passed(cumulative: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Index [R] at which ``cumulative`` int64 [R, n] passes ``drawn`` int64 [R]; never that of a weight of 0."""
+    """The index [R] at which ``cumulative``, int64 [R, n], exceeds ``drawn``, int64 [R]. Its weight is never 0."""
     return torch.searchsorted(cumulative, drawn[:, None], right=True)[:, 0].clamp(max=cumulative.shape[1] - 1)
 
 
 def _ascending(below: torch.Tensor) -> torch.Tensor:
-    """Each row sorted, the smallest first."""
+    """Sort each row, the smallest first."""
     if below.is_cpu:
-        # numpy sorts values alone, torch always finds their places too: half as fast
+        # numpy sorts values only. torch also computes indices, which takes twice as long
         return torch.from_numpy(np.sort(below.numpy(), axis=-1))
     return below.sort(dim=-1).values
 
 
 def _rows(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The rows that ``mask`` selects; no copy where that is all."""
+    """The rows that ``mask`` selects, without a copy if it selects all."""
     return tensor if mask.all() else tensor[mask]

@@ -105,7 +105,7 @@ class Admission:
         return None
 
     def retain_refusal(self, sequence: Sequence) -> Unavailable | None:
-        """The error for a prompt that can't be pinned at the moment, because retain_memory is full.
+        """The error for a prompt that can't be retained at the moment, because too many blocks are pinned.
 
         It is for a conversation's first turn. Later turns are never refused for this: their blocks are retained if
         there is room.

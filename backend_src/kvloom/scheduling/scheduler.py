@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 from kvloom.kv.blocks import BlockPool, blocks_for
-from kvloom.kv.cache import BlockCache, Found
+from kvloom.kv.cache import BlockCache
+from kvloom.kv.prefix_index import Found
 from kvloom.request import KvState, Sequence, Slice, StepPlan
 from kvloom.scheduling.offloader import Costs, Offloader
 from kvloom.scheduling.waiting import Waiting

@@ -5,7 +5,7 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
-from kvloom.engine.engine import Stats
+from kvloom.engine.stats import Stats
 from kvloom.engine.thread import EngineThread
 from kvloom.faults import logged
 from kvloom.serving.metric_families import FAMILIES

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tolerance import close
 
-from kvloom.ops.gpu.linear import QuantizedLinear, pack, unpack
+from kvloom.ops.gpu.linear import QuantizedLinear, pack
 from kvloom.ops.gpu.linear_splits import MAX_ROWS, max_parts_bytes, split_count
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,6 +26,14 @@ def check(product, weight: torch.Tensor, dtype: torch.dtype, rows: int) -> None:
     in_full = product(x, torch.float32)
     assert in_full.dtype is torch.float32
     close(in_full, expected)
+
+
+def unpack(words: torch.Tensor, planes: int, in_features: int) -> torch.Tensor:
+    """Undo ``pack``: int8 where a word holds two numbers, uint8 where it holds four."""
+    bits = 16 // planes
+    numbers = torch.stack([words.to(torch.int32) >> bits * plane & 2**bits - 1 for plane in range(planes)], 2)
+    numbers = numbers.permute(1, 0, 2, 3).reshape(words.shape[1], -1)[:, :in_features].to(torch.uint8).contiguous()
+    return numbers.view(torch.int8) if planes == 2 else numbers
 
 
 @pytest.mark.parametrize("planes", [2, 4])

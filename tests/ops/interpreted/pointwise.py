@@ -6,7 +6,6 @@ from tolerance import close
 
 from kvloom.ops.activation import silu_mul
 from kvloom.ops.gpu import use_triton_everywhere
-from kvloom.ops.gpu.copy import copy_blocks
 from kvloom.ops.norm import add_rms_norm
 from kvloom.ops.penalties import Edits, edit, restore
 
@@ -56,22 +55,6 @@ def test_silu_mul(dtype, width):
     gate, up = gate_up.double().chunk(2, -1)
     close(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
     assert silu_mul(gate_up[:0]).shape == (0, width)
-
-
-@pytest.mark.parametrize("size", [4, 100, 4096 * 4, 4096 * 4 + 64])
-def test_copy_blocks(size):
-    source = torch.randint(0, 256, (6, size), dtype=torch.uint8)
-    target = torch.randint(0, 256, (9, size), dtype=torch.uint8)
-    expected = target.clone()
-    pairs = torch.tensor([[5, 0], [0, 8], [3, 4], [3, 5]])
-    expected[pairs[:, 1]] = source[pairs[:, 0]]
-    copy_blocks(source, target, pairs)
-    assert torch.equal(target, expected)
-    within = source.clone()
-    copy_blocks(within, within, torch.tensor([[0, 1], [2, 5]]))
-    assert torch.equal(within, source[[0, 0, 2, 3, 4, 2]])
-    copy_blocks(source, target, torch.empty(0, 2, dtype=torch.int64))
-    assert torch.equal(target, expected)
 
 
 def some_edits(rows: int, vocab: int, count: int) -> Edits:

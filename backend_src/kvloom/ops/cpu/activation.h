@@ -11,8 +11,8 @@ template <typename O>
 static inline floats silu_mul_of(floats gate, floats up) {
 #if LANES_512
     if constexpr (std::is_same_v<O, bf16>) {
-        // with a reciprocal of 14 bits the error is a sixtieth of the rounding to bf16, the time half of the exact
-        // form's; the reciprocal first, so that nothing overflows that ends small
+        // A 14-bit reciprocal takes half the time of exact division. Its error is a sixtieth of the rounding to bf16.
+        // It is multiplied first, so that no intermediate result overflows
         const floats e = rough_exp2(gate * -1.44269504088896341f);
         return gate * (floats)_mm512_rcp14_ps((__m512)(e + 1.0f)) * up;
     }

@@ -1,11 +1,10 @@
-// Attention over the paged cache, reading blocks where they lie.
+// Attention over the paged cache, which reads blocks in place.
 //
-// Online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022) over tiles of keys. Keys are divided
-// into parts at multiples of PART, tiles begin at multiples of TILE, and parts are joined in their order, whoever
-// computed them (as in Flash-Decoding, Dao et al., 2023). So what is computed for a query depends on its own sequence
-// alone: not on the chunk it came in, nor on its neighbours or the number of threads. Only where numbers are multiplied
-// as pairs of bf16, a sequence's single query (a decode) is computed in another way, in tiles of its own, and rounded
-// differently.
+// It is an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022) over tiles of keys. Keys are
+// split into parts at multiples of PART, tiles begin at multiples of TILE, and parts are joined in order, whichever
+// thread computed them (as in Flash-Decoding, Dao et al., 2023). So a query's result depends only on its own sequence,
+// and not on its chunk, other sequences or the number of threads. There is one exception: with pairs of bf16 numbers, a
+// sequence's single query (a decode) is computed differently, in other tiles, and rounds differently.
 #include <omp.h>
 
 #include <atomic>
@@ -19,7 +18,7 @@
 
 namespace {
 
-// Memory of a thread that stays until the next call.
+// Memory that a thread keeps until its next call.
 class Scratch {
     std::vector<uint32_t> memory_;
     size_t used_ = 0;
@@ -42,7 +41,7 @@ State take_state(Scratch& scratch, int rows) {
     return {scratch.take<float>(rows * D), scratch.take<float>(rows), scratch.take<float>(rows)};
 }
 
-// Queries and what becomes of them, [tokens, heads, head_dim]; both fp32 or both bf16.
+// Queries and results, [tokens, heads, head_dim], both fp32 or both bf16.
 struct Rows {
     const void* queries;
     void* out;
@@ -63,7 +62,7 @@ public:
 
     int rows(const Task& task) const { return task.tokens * width(task); }
 
-    // All of a task by one thread.
+    // A whole task by one thread.
     void whole(const Task& task, const Places& after, Scratch& scratch) const {
         const Buffers buffers = begin(task, scratch);
         const State state = take_state<D>(scratch, rows(task)), part = take_state<D>(scratch, rows(task));
@@ -86,7 +85,7 @@ public:
         attend_part(task, index, after, buffers, partial(task, index, partials));
     }
 
-    // The end of a task whose parts are all there.
+    // Joins the parts of a task when all are computed.
     void join(const Task& task, Scratch& scratch, float* partials) const {
         scratch.reset(state_size(rows(task), D) + 48);
         const State state = take_state<D>(scratch, rows(task));
@@ -95,7 +94,7 @@ public:
         finish(task, state);
     }
 
-    // Where the tile that begins with key `first` lies.
+    // The places of the tile that begins with key `first`.
     Places find(const Task& task, int64_t first) const {
         const int32_t* table = tables_ + task.sequence * shape_.table_stride;
         const int64_t bs = shape_.block_size;
@@ -114,7 +113,7 @@ public:
     }
 
 private:
-    // Rows of a token of a task.
+    // The number of a task's rows per token.
     int width(const Task& task) const { return task.kv_heads * group_; }
 
     Buffers begin(const Task& task, Scratch& scratch) const {
@@ -136,7 +135,7 @@ private:
         return buffers;
     }
 
-    // Where the rows of a task's token begin.
+    // The first row of a task's token.
     int64_t row(const Task& task, int t) const {
         return ((task.token + t) * shape_.heads + task.kv_head * group_) * D;
     }
@@ -151,7 +150,7 @@ private:
         return {sums, sums + rows(task) * D, sums + rows(task) * (D + 1)};
     }
 
-    // `after` is what this thread will need when it is done.
+    // `after` is the work of this thread after this one, to prefetch its data.
     void attend_part(const Task& task, int64_t index, const Places& after, const Buffers& buffers,
                      const State& state) const {
         state.clear<D>(rows(task));
@@ -173,7 +172,7 @@ private:
 #endif
             pack_keys<M, D>(k_, places, next, buffers.keys);
             pack_values<M, D>(v_, places, next, buffers.values);
-            // a token sees itself and what comes before it; those before `first` see nothing of this tile
+            // a token attends to itself and earlier tokens; tokens before `first` attend to nothing of this tile
             const int blind = std::max<int64_t>(0, first - task.position) * group_;
             for (int r = blind; r < rows(task); r++)
                 buffers.seen[r] = std::min<int64_t>(places.n, task.position + r / group_ + 1 - first);
@@ -185,7 +184,7 @@ private:
     void finish(const Task& task, const State& state) const {
         for (int r = 0; r < rows(task); r++) {
             const int64_t place = row(task, r / width(task)) + r % width(task) * D;
-            // a sequence of no tokens is padding
+            // a sequence of length 0 is padding
             const float scale = state.totals[r] > 0 ? 1.0f / state.totals[r] : 0.0f;
             if (q_.are_bf16)
                 copy(state.sums + r * D, scale, 1, (bf16*)q_.out + place);
@@ -198,8 +197,8 @@ private:
 template <typename M, int D, typename T>
 void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int32_t* starts, const int32_t* lengths,
          int64_t sequences, const Shape& shape) {
-    static thread_local Plan own_plan;  // its memory stays until the next call
-    const Plan& plan = own_plan;        // what all threads see
+    static thread_local Plan own_plan;  // keeps its memory until the next call
+    const Plan& plan = own_plan;        // shared by all threads
     const int64_t memory = own_plan.make(starts, lengths, sequences, shape, D, M::SIZE == 2);
     const std::unique_ptr<float[]> partials(memory ? new float[memory] : nullptr);
     const Attention<M, D, T> attention(q, k, v, tables, shape);
@@ -209,7 +208,7 @@ void run(const Rows& q, const T* k, const T* v, const int32_t* tables, const int
     {
         const size_t count = plan.pieces.size();
         for (size_t i = omp_get_thread_num(), n; i < count; i = n) {
-            // claimed so early that its first keys can be asked for in time
+            // taken early, so that its first keys can be prefetched in time
             n = claimed.fetch_add(1, std::memory_order_relaxed) + omp_get_num_threads();
             Places after;
             after.n = after.heads = 0;
@@ -242,7 +241,7 @@ int dispatch(const Rows& q, const void* k, const void* v, const int32_t* tables,
 
 }  // namespace
 
-// Returns 0, or 1 where there is no kernel for this head_dim.
+// Returns 0, or 1 if there is no kernel for this head_dim.
 extern "C" int kvloom_paged_attention(const void* q, int q_bf16, const void* k, const void* v, int cache_bf16,
                                       const int32_t* tables, int64_t table_stride, const int32_t* starts,
                                       const int32_t* lengths, int64_t sequences, int64_t heads, int64_t kv_heads,

@@ -1,18 +1,18 @@
-// A tile of keys and values against the few rows of a decode, read where they lie.
+// Attention of a decode's few rows over a tile of keys and values, which are read in place.
 //
-// To pack a tile, as chunks do, would cost more than to multiply it by so few rows, and is all waiting for memory or
-// all work; here a row of keys is multiplied as it lies in memory, the sums of LANES keys are folded into one vector,
-// and meanwhile what comes next is on its way. Only for pairs of bf16 numbers.
+// Packing a tile, as chunks do, would cost more than multiplying it by so few rows. Here each key is multiplied in
+// place, the sums of LANES keys are folded into one vector, and the next data is prefetched meanwhile. This is only for
+// pairs of bf16 numbers.
 #pragma once
 #include "attention_tile.h"
 
 #if defined(__AVX512BF16__)
 namespace {
 
-constexpr int FOLD = 4;           // keys whose sums are folded at once
-constexpr int SOFTMAX_STEPS = 2;  // a softmax takes about as long as so many steps of scores
+constexpr int FOLD = 4;           // keys to fold at once
+constexpr int SOFTMAX_STEPS = 2;  // a softmax takes about as long as this many steps of scores
 
-// Of vectors a and b whose blocks of SIZE lanes are to be added in pairs, the sums side by side.
+// Adds pairs of blocks of SIZE lanes in a and in b, and returns the sums side by side.
 template <int SIZE>
 static inline floats fold(floats a, floats b) {
     typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
@@ -25,7 +25,7 @@ static inline floats fold(floats a, floats b) {
     return __builtin_shuffle(a, b, kept) + __builtin_shuffle(a, b, moved);
 }
 
-// The 2 * LANES numbers of a row from `column` on, zeros past its end.
+// The 2 * LANES numbers of a row from `column` on, with zeros after its end.
 template <int D>
 static inline words read_row(const bf16* row, int column) {
     if (column + 2 * LANES <= D) return Pair::read(row + column);
@@ -33,7 +33,7 @@ static inline words read_row(const bf16* row, int column) {
     return (words)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(row + column)));
 }
 
-// The products of R rows of queries [R][D] with a key, not summed up.
+// The products of R rows of queries [R][D] and a key, not yet summed.
 template <int R, int D>
 static inline void multiply(const bf16* queries, const bf16* key, floats* sums) {
 #pragma GCC unroll 16
@@ -46,7 +46,7 @@ static inline void multiply(const bf16* queries, const bf16* key, floats* sums) 
     }
 }
 
-// Scores [R][TILE] of R rows of queries against the LANES keys at `places`.
+// Scores [R][TILE] of R rows of queries and the LANES keys at `places`.
 template <int R, int D>
 static inline void score_keys(const bf16* queries, const bf16* keys, const int64_t* places, float* scores) {
     floats quads[FOLD][R];
@@ -66,22 +66,22 @@ static inline void score_keys(const bf16* queries, const bf16* keys, const int64
               fold<8>(fold<4>(quads[0][r], quads[1][r]), fold<4>(quads[2][r], quads[3][r])));
 }
 
-// Some heads of the keys (or values) of a tile, side by side in their blocks.
+// Some heads of a tile's keys or values, side by side in their blocks.
 struct Heads {
     const bf16* cache;
     const Places* places;
     int64_t stride;
 };
 
-// What is needed later, in the order of memory, asked for a little at a time and so never waited for.
+// Prefetches data that is needed later, in the order of memory and a little at a time, so that nothing waits for it.
 template <int D>
 class Ahead {
     const Heads heads_;
-    const int step_;  // rows per call
+    const int step_;  // rows to prefetch per call
     int first_ = 0, head_ = 0, row_ = 0;
 
 public:
-    // That many calls ask for all.
+    // The number of calls that prefetch everything.
     Ahead(const Heads& heads, int calls)
         : heads_(heads), step_((heads.places->n * heads.places->heads + calls - 1) / std::max(calls, 1)) {}
 
@@ -99,7 +99,7 @@ public:
     }
 };
 
-// R rows of sums [R][D] += weights [R][TILE] times the values at `places`, in the C vectors from `column` on.
+// Adds weights [R][TILE] times the values at `places` to R rows of sums [R][D], for the C vectors from `column` on.
 template <int R, int C, int D>
 static inline void mix_values(const bf16* weights, const bf16* values, const Places& places, int column, float* sums,
                               Ahead<D>& ahead) {
@@ -126,7 +126,7 @@ static inline void mix_values(const bf16* weights, const bf16* values, const Pla
         for (int i = 0; i < C; i++) store(sums + r * D + column + i * LANES, x[r][i]);
 }
 
-// R rows of queries against a head of keys, up to their weights [R][TILE].
+// Scores and softmax weights [R][TILE] of R rows of queries and a head of keys.
 template <int R, int D>
 static inline void weigh_head(const bf16* queries, const bf16* keys, const Places& places, float scale,
                               const State& state, bf16* weights, Ahead<D>& ahead) {
@@ -142,7 +142,7 @@ static inline void weigh_head(const bf16* queries, const bf16* keys, const Place
     for (int i = 0; i < R * D; i += LANES) store(state.sums + i, load(state.sums + i) * shrink[i / D]);
 }
 
-// As many columns at once as there are registers for.
+// Handles as many columns at once as fit into registers.
 template <int R, int D>
 static inline void mix_head(const bf16* weights, const bf16* values, const Places& places, float* sums,
                             Ahead<D>& ahead) {
@@ -151,7 +151,7 @@ static inline void mix_head(const bf16* weights, const bf16* values, const Place
     if constexpr (V % C) mix_values<R, V % C, D>(weights, values, places, (V - V % C) * LANES, sums, ahead);
 }
 
-// Calls a function of R with the rows of a group, up to four at a time.
+// Calls a function of R for the rows of a group, up to four at a time.
 template <typename F>
 static inline void in_fours(int rows, F function) {
     int r = 0;
@@ -161,8 +161,8 @@ static inline void in_fours(int rows, F function) {
     if (r + 1 == rows) function(std::integral_constant<int, 1>(), r);
 }
 
-// Groups of rows of queries [heads][group][D] against the same heads of keys and values, all of which every row
-// sees; `next` is what is needed afterwards. `weights` has room for [heads][group][TILE].
+// Attention of queries [heads][group][D] over the same heads of keys and values. Every row attends to all of them.
+// `next` is the data to prefetch. `weights` has room for [heads][group][TILE].
 template <int D>
 void attend_decode(int group, const bf16* queries, const Heads& keys, const bf16* values, const Heads& next,
                      float scale, const State& state, bf16* weights) {

@@ -1,4 +1,4 @@
-// Which thread computes what of an attention: tasks, and parts of long ones.
+// Plans an attention's work for threads: tasks, and parts of long tasks.
 #pragma once
 #include <omp.h>
 
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int PART = 256;  // keys that one thread computes at least
-constexpr int ROWS = 192;  // rows of queries that a packed tile is used for
-constexpr int TASKS = 4;   // per thread: so many that none waits long for the last one
+constexpr int PART = 256;  // the least keys per thread
+constexpr int ROWS = 192;  // rows of queries per packed tile
+constexpr int TASKS = 4;   // tasks per thread, enough so that no thread waits long for the last one
 static_assert(PART % TILE == 0);
 
 struct Shape {
@@ -19,19 +19,19 @@ struct Shape {
     float scale;
 };
 
-// Some neighbouring queries of a sequence and the query heads of one KV head, or of some if it is a decode.
+// Some neighbouring queries of a sequence and the query heads of one KV head; in a decode, of several.
 struct Task {
     int64_t sequence, token, position;
     int tokens, kv_head, kv_heads;
     bool decode;
-    int64_t partial;  // where the states of its parts are kept, if it is divided among threads; else -1
+    int64_t partial;  // where its parts' states begin, if several threads share it; else -1
 
     int64_t parts() const { return (std::max<int64_t>(0, position + tokens) + PART - 1) / PART; }
 
-    // How many keys the tile has that begins with key `first`. Those of a decode's part are about equally long: what is
-    // asked for during one tile is needed by the next, and memory is to be busy all the time.
+    // The number of keys in the tile that begins with key `first`. The tiles of a decode's part are about equally long,
+    // because each tile prefetches the next one and memory should always be busy.
     int tile(int64_t first) const {
-        // padding ends before its first key
+        // padding has no keys
         const int64_t left = std::max<int64_t>(0, position + tokens - first);
         if (!decode) return std::min<int64_t>(left, TILE);
         const int64_t before = first % PART, keys = std::min<int64_t>(before + left, PART);
@@ -40,24 +40,24 @@ struct Task {
     }
 };
 
-// Numbers in the online softmax's state of some rows.
+// The number of floats in the online softmax's state of some rows.
 constexpr int64_t state_size(int64_t rows, int64_t head_dim) {
     return rows * (head_dim + 2);
 }
 
-// What is to be computed, by whichever thread is free.
+// The work, which free threads take.
 struct Plan {
     struct Piece {
         const Task* task;
-        int64_t part;  // -1: all
+        int64_t part;  // -1 for the whole task
 
-        int64_t first() const { return std::max<int64_t>(0, part) * PART; }  // key
+        int64_t first() const { return std::max<int64_t>(0, part) * PART; }  // the first key
     };
     std::vector<Task> tasks;
     std::vector<Piece> pieces;
     std::vector<const Task*> divided;
 
-    // Returns how many numbers the states of parts take; with `decodes`, single queries are decodes.
+    // Returns the number of floats for the states of all parts. With `decodes`, single queries are decodes.
     int64_t make(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape,
                  int64_t head_dim, bool decodes) {
         tasks.clear(), pieces.clear(), divided.clear();
@@ -77,7 +77,7 @@ struct Plan {
 private:
     void add_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, const Shape& shape,
                    bool decodes) {
-        // all heads of a block lie side by side: few sequences are divided nevertheless, for there to be enough tasks
+        // A block's heads are contiguous, so a task should have all of them, unless there are too few tasks
         const int together = sequences >= TASKS * omp_get_max_threads() ? shape.kv_heads : 1;
         const int64_t most = std::max<int64_t>(1, ROWS / (shape.heads / shape.kv_heads));
         for (int64_t b = 0; b < sequences; b++) {
@@ -86,7 +86,7 @@ private:
                     tasks.push_back({b, starts[b], lengths[b] - 1, 1, h, together, true, -1});
                 continue;
             }
-            // from the end: the tasks that take longest first
+            // from the end, so that the longest tasks come first
             for (int64_t end = starts[b + 1]; end > starts[b]; end -= most) {
                 const int64_t token = std::max<int64_t>(starts[b], end - most);
                 const int64_t position = lengths[b] - (starts[b + 1] - token);
@@ -96,7 +96,7 @@ private:
         }
     }
 
-    // Tasks so long that the others' threads would wait for them are divided.
+    // Splits tasks that are so long that other threads would wait for them.
     int64_t divide(int group, int64_t head_dim) {
         const auto work = [](const Task& task) { return task.parts() * task.tokens * task.kv_heads; };
         int64_t total = 0, memory = 0;

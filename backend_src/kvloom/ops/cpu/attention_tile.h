@@ -1,7 +1,7 @@
-// A tile of keys and values against rows of queries: packing, scores, softmax, weighted sums.
+// Attention of rows of queries over a tile of keys and values: packing, scores, softmax and weighted sums.
 //
-// Everything that is multiplied is a 32-bit word: an fp32 number, or a pair of bf16 numbers where the machine
-// multiplies these in pairs. What a row gets depends on no other row.
+// All factors are 32-bit words: an fp32 number, or a pair of bf16 numbers if the CPU multiplies those in pairs. A row's
+// result does not depend on other rows.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int TILE = 8 * LANES;   // keys whose softmax is taken together
-constexpr int GROUP = 2 * LANES;  // keys that are scored together
+constexpr int TILE = 8 * LANES;   // keys per softmax
+constexpr int GROUP = 2 * LANES;  // keys per group of scores
 #if LANES_512
 constexpr words LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #else
@@ -25,7 +25,7 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 struct Single {
     static constexpr int SIZE = 1;
     typedef float number;
-    // 2^x for x <= 127, to 1 ulp or so (Cephes' exp2f); 0 below 2^-126
+    // 2^x for x <= 127, to about 1 ulp (as Cephes' exp2f); 0 below 2^-126
     static inline floats exp2(floats x) {
         const floats magic = floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
         const floats shifted = x + magic, f = x - (shifted - magic);
@@ -68,30 +68,30 @@ struct Pair {
             store(pairs + i, (words)__builtin_shuffle(x, y, (numbers)lower));
             store(pairs + i + LANES, (words)__builtin_shuffle(x, y, (numbers)upper));
         }
-        // a bf16 is the upper half of the fp32 that it is read as
+        // a bf16 is the upper half of an fp32
         if constexpr (D % (2 * LANES)) store(pairs + i, (words)load(a + i) >> 16 | (words)load(b + i));
     }
 };
 #endif
 
-// The words of a head of D numbers.
+// The number of words in a head of D numbers.
 template <typename M, int D>
 constexpr int WORDS = D / M::SIZE;
 
-// Where the n keys (and values) of a tile begin, in numbers from the start of the cache; of so many heads the first.
+// Where the n keys and values of a tile begin, in numbers from the start of the cache, for the first of some heads.
 struct Places {
     int n, heads;
     int64_t at[TILE];
 };
 
-// Asks for the rows of LANES places from `first` on before they are needed, into the L2 cache.
+// Prefetches the rows of LANES places from `first` on into the L2 cache.
 template <int D, typename T>
 static inline void fetch(const T* cache, const Places& places, int first) {
     for (int j = first; j < std::min(places.n, first + LANES); j++)
         for (int i = 0; i < D; i += 64 / (int)sizeof(T)) __builtin_prefetch(cache + places.at[j] + i, 0, 2);
 }
 
-// LANES keys from `first` on, in the WIDTH words from `column` on, turned.
+// LANES keys from `first` on, transposed, in the WIDTH words from `column` on.
 template <typename M, int WIDTH, typename T>
 static inline void pack_block(const T* cache, const Places& places, int first, int column, uint32_t* packed) {
     floats rows[LANES];
@@ -110,7 +110,7 @@ static inline void pack_block(const T* cache, const Places& places, int first, i
     for (int i = 0; i < WIDTH; i++) store(packed + i * GROUP, (words)rows[i]);
 }
 
-// Keys as [groups][WORDS][GROUP], so that a query's scores of neighbouring keys are neighbours; zeros past the end.
+// Keys as [groups][WORDS][GROUP], so that a query's scores of neighbouring keys are neighbours. Padded with zeros.
 template <typename M, int D, typename T>
 void pack_keys(const T* cache, const Places& places, const Places& next, uint32_t* packed) {
     constexpr int W = WORDS<M, D>;
@@ -124,7 +124,7 @@ void pack_keys(const T* cache, const Places& places, const Places& next, uint32_
     }
 }
 
-// Values as [keys / SIZE][D], the keys of a pair side by side; zeros past the end.
+// Values as [keys / SIZE][D], with the keys of a pair side by side. Padded with zeros.
 template <typename M, int D, typename T>
 void pack_values(const T* cache, const Places& places, const Places& next, uint32_t* packed) {
     for (int j = 0; j < places.n; j += M::SIZE, packed += D) {
@@ -139,7 +139,7 @@ void pack_values(const T* cache, const Places& places, const Places& next, uint3
     }
 }
 
-// Scores of R rows of queries [R][WORDS] against V vectors of a group of keys.
+// Scores of R rows of queries [R][WORDS] and V vectors of a group of keys.
 template <typename M, int R, int V, int D>
 static inline void score(const uint32_t* queries, const uint32_t* keys, float* scores) {
     constexpr int W = WORDS<M, D>;
@@ -157,8 +157,8 @@ static inline void score(const uint32_t* queries, const uint32_t* keys, float* s
         for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, sums[r][v]);
 }
 
-// R rows of sums [R][D], times `shrink` each, += weights [R][TILE / SIZE] times packed values of n keys, in the C
-// vectors from `column` on.
+// Multiplies R rows of sums [R][D] by `shrink` and adds weights [R][TILE / SIZE] times packed values of n keys, for the
+// C vectors from `column` on.
 template <typename M, int R, int C, int D>
 void mix(const uint32_t* weights, const uint32_t* values, int n, int column, const float* shrink, float* sums) {
     floats x[R][C];
@@ -181,7 +181,7 @@ void mix(const uint32_t* weights, const uint32_t* values, int n, int column, con
         for (int i = 0; i < C; i++) store(sums + r * D + column + i * LANES, x[r][i]);
 }
 
-// The same in all columns, as many at once as there are registers for.
+// The same for all columns, as many at once as fit into registers.
 template <typename M, int R, int D>
 void mix_all(const uint32_t* weights, const uint32_t* values, int n, const float* shrink, float* sums) {
     constexpr int V = D / LANES, MOST = LANES == 16 ? 4 : 2;
@@ -190,8 +190,8 @@ void mix_all(const uint32_t* weights, const uint32_t* values, int n, const float
     if constexpr (V % C) mix<M, R, V % C, D>(weights, values, n, (V - V % C) * LANES, shrink, sums);
 }
 
-// The online softmax of some rows: sums of values [rows][D], weighted by 2^(score - largest), and of the weights;
-// scores are logarithms to base 2.
+// The online softmax's state of some rows: the largest score, the sum of weights 2^(score - largest), and the weighted
+// sums of values [rows][D]. Scores are logarithms to base 2.
 struct State {
     float *sums, *largest, *totals;
 
@@ -207,9 +207,9 @@ struct State {
     }
 };
 
-// R rows of scores [R][TILE] to weights 2^(score * scale - largest), as numbers of M: those of `seen[r]` keys, zeros up
-// to a multiple of LANES past `seen[R - 1]`, the most of all. The sums are to be multiplied by `shrink` [LANES].
-// Not inlined: its vectors take registers from the products around it.
+// Turns R rows of scores [R][TILE] into weights 2^(score * scale - largest) of M's type. Row r has `seen[r]` keys, then
+// zeros up to a multiple of LANES after `seen[R - 1]`, the largest. The caller must multiply the sums by `shrink`
+// [LANES]. Not inlined, because its vectors would take registers from the products around it.
 template <typename M, int R>
 __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, float scale, const State& state,
                                             typename M::number* weights, float* shrink) {
@@ -217,7 +217,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
     const int end = (seen[R - 1] + LANES - 1) / LANES * LANES;
     alignas(64) float growth[LANES] = {};
     float totals[R];
-    if (seen[0] < end)  // rows of neighbouring tokens: they differ in the last two vectors only
+    if (seen[0] < end)  // rows of neighbouring tokens differ in the last two vectors only
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int j = std::max(end - 2 * LANES, 0); j < end; j += LANES) {
@@ -236,7 +236,7 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
         state.largest[r] = largest;
     }
     store(shrink, M::exp2(-load(growth)));
-    for (int r = 0; r < R; r++) {  // apart, so that no row waits for its own largest
+    for (int r = 0; r < R; r++) {  // a loop of its own, so that no row waits for its largest score
         floats sums{};
         for (int j = 0; j < end; j += LANES) {
             const floats weight = M::exp2(load(scores + r * TILE + j) * scale - state.largest[r]);
@@ -248,14 +248,14 @@ __attribute__((noinline)) void softmax_rows(float* scores, const int* seen, floa
     for (int r = 0; r < R; r++) state.totals[r] = state.totals[r] * shrink[r] + totals[r];
 }
 
-// What a task holds beside its state: its queries, a packed tile, and how many of the tile's keys each row sees; if it
-// is a decode, only the weights of a tile.
+// A task's buffers: its queries, a packed tile, and the number of the tile's keys that each row attends to. A decode
+// needs only the weights of a tile.
 struct Buffers {
     uint32_t *weights, *queries, *keys, *values;
     int* seen;
 };
 
-// R rows of queries against a packed tile, of which row i sees the first `seen[i]` keys.
+// Attention of R rows of queries over a packed tile. Row i attends to the first `seen[i]` keys.
 template <typename M, int R, int D>
 void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* values, const int* seen, float scale,
                  const State& state) {
@@ -270,12 +270,12 @@ void attend_rows(const uint32_t* queries, const uint32_t* keys, const uint32_t* 
             score<M, R, 1, D>(queries, group, scores + first);
     }
     softmax_rows<M, R>(scores, seen, scale, state, weights, shrink);
-    constexpr int S = R > 6 ? R / 2 : R;  // as many rows at once as there are registers for
+    constexpr int S = R > 6 ? R / 2 : R;  // as many rows at once as fit into registers
     for (int r = 0; r < R; r += S)
         mix_all<M, S, D>((const uint32_t*)(weights + r * TILE), values, n, shrink + r, state.sums + r * D);
 }
 
-// The rows of `state` from `row` on, in groups that fill the registers.
+// Handles the rows of `state` from `row` on, in groups that fill the registers.
 template <typename M, int D>
 void attend_tile(int row, int rows, const uint32_t* queries, const uint32_t* keys, const uint32_t* values,
                  const int* seen, float scale, const State& state) {
@@ -290,11 +290,11 @@ void attend_tile(int row, int rows, const uint32_t* queries, const uint32_t* key
 #undef ADVANCE
 }
 
-// Joins what two runs of keys gave: 2^(x - a) of one and 2^(x - b) of the other become 2^(x - max(a, b)).
+// Joins the states of two ranges of keys: 2^(x - a) of one and 2^(x - b) of the other become 2^(x - max(a, b)).
 template <int D>
 void merge(int rows, const State& more, const State& state) {
     for (int r = 0; r < rows; r++) {
-        // of no keys at all; scores that are not numbers have no largest either, but a total that is none
+        // A range without keys. With NaN scores there is no largest either, but the total is NaN
         if (more.totals[r] == 0) continue;
         const float largest = std::max(state.largest[r], more.largest[r]);
         const float old_scale = std::exp2(state.largest[r] - largest), scale = std::exp2(more.largest[r] - largest);

@@ -1,4 +1,4 @@
-// What every CPU op shares: vectors of the machine's width, bf16, exp.
+// Code that all CPU ops share: vectors of the machine's width, bf16, exp.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -49,7 +49,7 @@ static inline void store(uint32_t* p, words x) {
     std::memcpy(p, &x, sizeof x);
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN. The machine's own instruction takes numbers below 2^-126 as zero.
+// Rounds to nearest, ties to even. NaN stays NaN. The CPU's own instruction treats numbers below 2^-126 as zero.
 static inline void store(bf16* p, floats x) {
 #if defined(__AVX512BF16__)
     const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
@@ -79,8 +79,8 @@ static inline void narrow(bf16* p, float x) {
     p->bits = x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
-// a * b + c, rounded once where the machine can. Left to itself GCC fuses the two or not by what stands around them and by
-// the CPU it tunes for (not in the chains of Zen): forms of one function would differ in their last bits.
+// a * b + c, rounded once if the CPU can. Without this GCC decides about fusing by the surrounding code and by the CPU
+// that it tunes for (not in chains on Zen), and several forms of one function would differ in their last bits.
 static inline floats fused(floats a, floats b, floats c) {
 #if LANES_512
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -91,8 +91,8 @@ static inline floats fused(floats a, floats b, floats c) {
 #endif
 }
 
-// e^x for x <= 88, about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2, ln(2) in two parts (Cephes' expf).
-// Below -87 it is the smallest normal number, which beside the largest term of a softmax is nothing.
+// e^x for x <= 88, to about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2 and ln(2) in two parts (as Cephes' expf).
+// Below -87 it is the smallest normal number, which is negligible in a softmax.
 static inline floats exp_of(floats x) {
     x = x < -87.0f ? floats{} - 87.0f : x;
     const floats magic = floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -111,7 +111,7 @@ static inline floats exp_of(floats x) {
     return p * (floats)scale;
 }
 
-// Swaps the blocks of SIZE lanes off the diagonal of each pair of blocks.
+// Swaps the off-diagonal blocks of SIZE lanes in each pair of blocks.
 template <int SIZE>
 static inline void swap_blocks(floats* rows) {
     typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
@@ -138,9 +138,9 @@ static inline void transpose(floats* rows) {
     if constexpr (LANES == 16) swap_blocks<8>(rows);
 }
 
-// The sum and the largest of a vector's numbers.
+// The sum and the largest number of a vector.
 #if LANES_512
-// What GCC makes of portable forms goes through memory.
+// Intrinsics, because GCC compiles portable forms to loads and stores.
 static inline float sum_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
 static inline float max_of(floats x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
@@ -163,9 +163,9 @@ static inline float max_of(floats x) {
 #endif
 
 #if LANES_512
-// 2^x to 3e-6, a thousandth of what rounding the result to bf16 costs: the polynomial that is nearest on [-1/2, 1/2].
+// 2^x with an error of 3e-6, a thousandth of the rounding to bf16, by the best polynomial on [-1/2, 1/2].
 static inline floats rough_exp2(floats x) {
-    const floats f = (floats)_mm512_reduce_ps((__m512)x, 0);  // less the nearest integer
+    const floats f = (floats)_mm512_reduce_ps((__m512)x, 0);  // x minus the nearest integer
     floats p = f * 9.58285e-3f + 5.590642e-2f;
     p = p * f + 2.4024099e-1f;
     p = p * f + 6.9312419e-1f;

@@ -1,9 +1,9 @@
-// Draws a token of each row by temperature, min-p, top-k and top-p, without a sort. ops/sampling.py defines the result.
+// Samples a token of each row by temperature, min-p, top-k and top-p, without a sort. ops/sampling.py defines results.
 //
-// A token's weight is an integer, so that sums are the same in any order. Tokens are ranked by how far they lie below
-// the largest score. Where a count or a weight of ranked tokens is reached is found by tallying buckets of distances,
-// and then the tokens of one bucket (radix selection, as RadiK or AIR Top-K, Zhang et al., 2023).
-#pragma GCC optimize("fp-contract=off")  // weights must be the bits that torch's separate operations give
+// A token's weight is an integer, so that sums are the same in any order. Tokens are ranked by their distance below the
+// largest score. To find the token at which a count or a weight is reached, buckets of distances are tallied, and then
+// the tokens of one bucket (radix selection, as in RadiK or AIR Top-K, Zhang et al., 2023).
+#pragma GCC optimize("fp-contract=off")  // weights must have the same bits as torch's separate operations
 #include <cfloat>
 #include <cmath>
 #include <vector>
@@ -14,9 +14,9 @@
 namespace {
 
 constexpr float IMPOSSIBLE = __builtin_inff();
-constexpr int64_t BLOCK = 1024;  // tokens whose weight is summed first where all are drawn from
+constexpr int64_t BLOCK = 1024;  // tokens per partial sum when sampling from all tokens
 constexpr int64_t BUCKETS = 2048;
-constexpr size_t FEW = 64;  // tokens that are sorted
+constexpr size_t FEW = 64;  // up to this many tokens are sorted
 
 struct Tally {
     int64_t mass = 0, count = 0;
@@ -24,20 +24,20 @@ struct Tally {
     void add(const Tally& other) { mass += other.mass, count += other.count; }
 };
 
-// A ranked token, and the number and weight of all down to it.
+// A ranked token, with the number and the weight of all tokens up to and including it.
 struct Place {
     int64_t token;
     Tally sum;
 };
 
 struct Draw {
-    float temperature, furthest;  // what lies further below the largest score is impossible
+    float temperature, furthest;  // tokens at a larger distance are impossible
     int64_t top_k;
     float top_p;
     double uniform;
 };
 
-// 2^42 for the likeliest.
+// The weight at a distance: 2^42 for the most likely token.
 inline int64_t weight(float below) { return (int64_t)(exp_below(below) * 0x1p42f); }
 
 inline int32_t bucket_of(float below, float scale) {
@@ -57,7 +57,7 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-// The first bucket up to which the target is reached; sum gets what comes before it.
+// The first bucket at which the target is reached. sum gets the total of the buckets before it.
 int64_t reached(const Tally* tallies, bool by_count, int64_t target, Tally& sum) {
     int64_t bucket = 0;
     while (sum.by(by_count) + tallies[bucket].by(by_count) < target) sum.add(tallies[bucket++]);
@@ -69,7 +69,7 @@ class Row {
     int64_t draw(const float* scores, int64_t vocab, const Draw& how) {
         count_ = vocab;
         tops_.resize(groups_in(vocab));
-        // adding 0 makes 0 of -0, so that no distance is -0
+        // adding 0 turns -0 into 0, so that no distance is -0
         const float peak = largest_of(scores, vocab, tops_.data()) + 0.0f;
         if (peak == -__builtin_inff()) return 0;
         const float heat = std::max(how.temperature, FLT_MIN);
@@ -85,11 +85,11 @@ class Row {
     std::vector<float> tops_, below_;
     std::vector<int64_t> blocks_;
     std::vector<Tally> tallies_ = std::vector<Tally>(BUCKETS + GROUP), finer_ = std::vector<Tally>(BUCKETS);
-    std::vector<uint64_t> members_;  // bits of the distance, then the token: in the order of ranks
-    size_t size_ = 0;                // of the members
+    std::vector<uint64_t> members_;  // the distance's bits, then the token, so that they sort by rank
+    size_t size_ = 0;                // the number of members
     float cut_ = 0, scale_ = 0;
 
-    // Distances of all tokens; returns the largest of a possible one.
+    // Computes the distances of all tokens. Returns the largest one of a possible token.
     float lay_out(const float* scores, float peak, float heat, float furthest) {
         below_.resize(count_);
         float* below = below_.data();
@@ -124,7 +124,7 @@ class Row {
         return std::min((int64_t)(uniform * (double)kept), kept - 1);
     }
 
-    // Inverts the distribution by id.
+    // Inverts the cumulative distribution by id.
     int64_t draw_any(double uniform) const {
         int64_t whole = 0;
         for (const int64_t sum : blocks_) whole += sum;
@@ -136,12 +136,12 @@ class Row {
         return token;
     }
 
-    // Inverts the distribution by rank, among the tokens that top-k and then top-p leave.
+    // Inverts the cumulative distribution by rank, over the tokens that top-k and then top-p keep.
     int64_t draw_ranked(float peak, float heat, const Draw& how, bool limited, float farthest) {
         int64_t whole = 0;
         cut_ = farthest;
         if (!limited) {
-            // tokens that together weigh less than top-p leaves out are none of the nucleus
+            // tokens that together weigh less than top-p removes are not in the nucleus
             whole = sum_blocks();
             const double spare = (double)(whole - nucleus(how.top_p, whole)) / count_;
             if (spare > 0.0) cut_ = std::min(cut_, (float)(std::log(0x1p42 / spare) + 1e-3));
@@ -156,13 +156,12 @@ class Row {
         return reach(false, drawn_of(how.uniform, kept) + 1).token;
     }
 
-    // The weight that top-p asks for; the token that reaches it still belongs to it.
+    // The weight of the nucleus. The token at which it is reached belongs to the nucleus.
     static int64_t nucleus(float top_p, int64_t whole) {
         return std::max<int64_t>((int64_t)std::ceil((double)top_p * (double)whole), 1);
     }
 
-    // Tallies the tokens within the cut in buckets of equal width; returns what they are together. Numbers of tokens
-    // are for top-k alone.
+    // Tallies the tokens within the cut in buckets of equal width and returns their total. Only top-k needs counts.
     template <bool COUNTED>
     Tally tally() {
         scale_ = cut_ > 0.0f ? std::min((float)(BUCKETS - 1) / cut_, FLT_MAX) : 0.0f;
@@ -173,7 +172,7 @@ class Row {
 #pragma omp simd
             for (int64_t i = 0; i < size; i++) {
                 masses[i] = weight(below[i]);
-                // the others in a bucket each: adding to one again and again would wait for itself
+                // one bucket per lane, since repeated additions to one bucket would wait for each other
                 buckets[i] = below[i] <= cut_ ? bucket_of(below[i], scale_) : (int32_t)(BUCKETS + i);
             }
             Tally* tallies = tallies_.data();
@@ -187,7 +186,7 @@ class Row {
         return found;
     }
 
-    // Calls take(distances, first token, size) for the groups of neighbours of which one within the cut is wanted.
+    // Calls take(distances, first token, size) for each group of neighbours with a token within the cut.
     template <typename Wanted, typename Take>
     void each_group(Wanted wanted, Take take) const {
         for (int64_t start = 0; start < count_; start += GROUP) {
@@ -200,7 +199,7 @@ class Row {
         }
     }
 
-    // The ranked token at which the number or the weight of tokens reaches the target, at most all that were tallied.
+    // The ranked token at which the number or the weight of tokens reaches the target, or else the last tallied token.
     Place reach(bool by_count, int64_t target) {
         Tally sum;
         const int32_t bucket = (int32_t)reached(tallies_.data(), by_count, target, sum);
@@ -226,7 +225,7 @@ class Row {
         return reach_member(by_count, target, sum);
     }
 
-    // As reach, among the members of one bucket, in the order of their ids; sum is what comes before them.
+    // Like reach, among the members of one bucket, in the order of ids. sum is the total before them.
     Place reach_member(bool by_count, int64_t target, Tally sum) {
         const auto key = [](uint64_t member) { return (uint32_t)(member >> 32); };
         while (size_ > FEW) {
@@ -253,7 +252,7 @@ class Row {
         }
     }
 
-    // As reach, where all that are left lie as far below the largest score.
+    // Like reach, if all remaining tokens have the same distance.
     Place reach_equal(float distance, bool by_count, int64_t target, Tally sum) const {
         const int64_t each = weight(distance), left = target - sum.by(by_count);
         const int64_t taken = by_count ? left : (left + each - 1) / each;
@@ -275,7 +274,7 @@ class Row {
 
 }  // namespace
 
-// scores [rows, vocab], rows of which begin stride apart, to the tokens drawn; the others have a number per row.
+// Samples tokens from scores [rows, vocab], whose rows are stride apart. The other arguments have one number per row.
 extern "C" void kvloom_sample(const float* scores, int64_t rows, int64_t vocab, int64_t stride,
                               const float* temperature, const float* furthest, const int64_t* top_k, const float* top_p,
                               const double* uniform, int64_t* tokens) {

@@ -1,14 +1,14 @@
-// How weights of 4 or 8 bits in groups lie in panels, and how rows are laid out for their products.
+// The layout of weights of 4 or 8 bits in panels, and of rows for their products.
 #pragma once
 #include "tiles.h"
 
 namespace {
 
-constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels: they stay in the L2 cache
+constexpr int64_t CACHED = 384 * 1024;  // bytes of rows per pass over the panels, which stay in the L2 cache
 
-// A panel: the values of both halves, group by group, then their scales, with 4 bits followed by minima, in fp16. A
-// word of values holds WORD inputs of one output. Its low half has the even inputs, the high half the odd ones, so that
-// both halves of a pair move together.
+// A panel has the values of both halves, group by group, then their scales and, with 4 bits, their minima in fp16. A
+// word of values holds WORD inputs of one output. The low half has the even inputs and the high half the odd inputs, so
+// that both inputs of a pair are widened together.
 template <int BITS>
 constexpr int64_t WORD = 32 / BITS;
 template <int BITS>
@@ -18,7 +18,7 @@ constexpr int64_t HEAD = (BITS == 4 ? 2 : 1) * LANES * 2;
 template <int BITS>
 constexpr int64_t BLOCK = 2 * (VALUES<BITS> + HEAD<BITS>);
 
-// Where a half's group lies in a panel.
+// The place of a half's group in a panel.
 template <int BITS>
 int64_t values_at(int64_t half, int64_t g, int64_t groups) {
     return (half * groups + g) * VALUES<BITS>;
@@ -49,20 +49,20 @@ static inline floats value_of(words word, int64_t k) {
         return __builtin_convertvector((ints)(word << (24 - shift_of<8>(k))) >> 24, floats);
 }
 
-// The word of a panel that has an input of a group.
+// The word of a panel that holds an input of a group.
 template <int BITS>
 const uint8_t* word_at(const uint8_t* panel, int64_t lane, int64_t g, int64_t k, int64_t groups) {
     return panel + values_at<BITS>(lane / LANES, g, groups) + (k / WORD<BITS> * LANES + lane % LANES) * 4;
 }
 
-// Memory that stays for the next call of a thread: to take it from the system each time costs more than to fill it.
+// Memory that a thread keeps for its next call, because allocating it costs more than filling it.
 class Kept {
    public:
     template <typename T>
     T* take(int64_t count) {
         const int64_t needed = (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
         if (needed > size) {
-            lines.reset();  // before there is more
+            lines.reset();  // freed before the larger one is allocated
             lines.reset(new Line[needed]);
             size = needed;
         }
@@ -79,12 +79,12 @@ class Kept {
 
 thread_local Kept inputs_kept, totals_kept;
 
-// Rows laid out for the parts that take them: of each part, group and row GROUP inputs, and with 4 bits their sum. There
-// is one of them at a time.
+// Rows laid out by parts. For each part, group and row there are GROUP inputs and, with 4 bits, their sum. Only one
+// such object exists at a time.
 template <int BITS, typename T>
 class Rows {
    public:
-    // x [rows, inputs], of T or what T widens.
+    // x [rows, inputs] of type T, or of a type that T widens.
     template <typename X>
     Rows(const X* x, const Parts& parts, int64_t groups)
         : groups(groups),
@@ -102,7 +102,7 @@ class Rows {
         }
     }
 
-    // Those of a part, by its first row.
+    // The data of a part, by its first row.
     const T* values(int64_t first) const { return &inputs[first * groups * GROUP]; }
     const float* sums(int64_t first) const { return &totals[first * groups]; }
 

@@ -1,22 +1,22 @@
-// Products with weights in groups in fp32, both halves of a panel together: for machines whose registers are few.
+// Products with weights in groups in fp32, for CPUs with few registers. Both halves of a panel are computed together.
 //
-// To make numbers of integers takes nearly as long there as to multiply them by two rows. Where there are more rows,
-// those of a pass share the numbers of a group, which stay in the L1 cache. However many there are, a sum is added up in
-// the same order: the inputs of a group one by one, then its total, scaled, to those of the groups before, then (with
-// 4 bits) its minimum times the sum of its inputs.
+// Widening integers takes nearly as long there as multiplying them by two rows. With more rows, all rows of a pass
+// share a group's widened numbers, which stay in the L1 cache. The order of a sum does not depend on the rows: the
+// inputs of a group are added one by one, then the scaled total is added to the groups before, then (with 4 bits) the
+// minimum times the sum of the inputs.
 #pragma once
 #include "groups.h"
 
 namespace {
 
-constexpr int MOST = 6;  // rows whose sums with both halves are in registers together
-constexpr int FEW = 4;   // rows up to which numbers are made in registers and not in memory
+constexpr int MOST = 6;  // rows whose sums for both halves fit into registers
+constexpr int FEW = 4;   // up to this many rows, weights are widened in registers instead of memory
 
 struct Head {
     floats scale, minimum;
 };
 
-// fp16 to fp32, whatever is finite, by the machine's own instruction where it has one.
+// Converts finite fp16 to fp32, with the CPU's instruction if it has one.
 static inline floats widen_halves(const uint8_t* p) {
 #if defined(__F16C__) && !LANES_512
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
@@ -55,8 +55,8 @@ static inline void store_half(O* out, floats sums, int64_t width) {
     store_tile(out, 0, one, width);
 }
 
-// Adds G groups' products from group g on. Groups are independent until they are added: together they keep more
-// multiplications going than one row has.
+// Adds the products of G groups from group g on. Groups are independent until they are added, so that more
+// multiplications run in parallel than one row has.
 template <int R, int G, int BITS>
 static inline __attribute__((always_inline)) void add_groups(const Panel<BITS>& panel, int64_t g, const float* x,
                                                              const float* sums, floats (&totals)[2][R]) {
@@ -111,7 +111,7 @@ __attribute__((noinline)) void few_rows(const float* x, const float* sums, const
             store_half(out + r * outputs + half * LANES, totals[half][r], width - half * LANES);
 }
 
-// The fp32 numbers of a group of a panel, [GROUP][PANEL].
+// The widened fp32 numbers of a panel's group, [GROUP][PANEL].
 template <int BITS>
 static inline void widen_group(const Panel<BITS>& panel, int64_t g, float* wide) {
     for (int half = 0; half < 2; half++)
@@ -123,7 +123,7 @@ static inline void widen_group(const Panel<BITS>& panel, int64_t g, float* wide)
         }
 }
 
-// R rows times a widened group, added to totals [R][PANEL].
+// Adds R rows times a widened group to totals [R][PANEL].
 template <int R, int BITS>
 __attribute__((noinline)) void add_wide(const float* x, const float* sums, const float* wide, const Head (&heads)[2],
                                         float* totals) {
@@ -142,7 +142,7 @@ __attribute__((noinline)) void add_wide(const float* x, const float* sums, const
     }
 }
 
-// Many rows, at most ROWS, times a panel. A group's weights are widened once for all of them.
+// Many rows, at most ROWS, times a panel. A group's weights are widened once for all rows.
 template <int BITS, typename O>
 void many_rows(const float* x, const float* sums, int64_t rows, const Panel<BITS>& panel, Ahead ahead, O* out,
                int64_t outputs, int64_t width) {
@@ -173,7 +173,7 @@ void product_of_panels(const T* x, int64_t rows, int64_t inputs, const uint8_t* 
     const Parts passes(rows, panels >= 4 * threads ? cached : ROWS);
     const Rows<BITS, float> laid(x, passes, groups);
     const int64_t tasks = panels * passes.count;
-    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
+    // Few rows are memory-bound, which long runs suit. Many are compute-bound, and no core should wait for another.
     const int64_t chunk = rows <= FEW ? std::max<int64_t>(1, (tasks + threads - 1) / threads) : 1;
 #pragma omp parallel for schedule(dynamic, chunk)
     for (int64_t task = 0; task < tasks; task++) {

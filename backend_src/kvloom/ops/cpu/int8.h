@@ -1,13 +1,13 @@
-// What products with INT8 activations are made of: rounding rows, multiplying bytes.
+// Building blocks of products with INT8 activations: quantizing rows and multiplying bytes.
 //
-// Rows are rounded once per product and laid out for the tiles that take them. Four inputs of a row, the same for all
-// lanes, meet four weights in each lane. Sums of integers are exact.
+// Rows are quantized once per product and laid out for tiles. A step multiplies four inputs of a row, the same in all
+// lanes, with four weights in each lane. Sums of integers are exact.
 #pragma once
 #include "tiles.h"
 
 namespace {
 
-constexpr int64_t QUAD = 4;  // inputs that one step takes
+constexpr int64_t QUAD = 4;  // inputs per step
 
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
@@ -17,9 +17,9 @@ static inline ints load_ints(const void* p) {
     return x;
 }
 
-// Adds the products of four weights in each lane with four inputs.
+// Adds the products of four weights in each lane and four inputs.
 #if defined(__AVX512VNNI__)
-constexpr int OFFSET = 128;  // of a weight in memory: the instruction multiplies unsigned with signed bytes
+constexpr int OFFSET = 128;  // added to stored weights, as the instruction multiplies unsigned and signed bytes
 static inline void step(ints& sum, ints weights, const int8_t* x) {
     typedef int32_t __attribute__((may_alias)) quad;
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const quad*)x));
@@ -36,7 +36,7 @@ static inline void step(ints& sum, ints weights, const int8_t* x) {
     const auto odd = [](ints v) { return (__m512i)((shorts)v >> 8); };
     sum += (ints)_mm512_madd_epi16(even(inputs), even(weights)) + (ints)_mm512_madd_epi16(odd(inputs), odd(weights));
 #elif defined(__AVX2__) && !LANES_512
-    // the weights' sizes times inputs with the weights' signs: 2 * 128 * 127 fits in 16 bits
+    // |weight| times input with the weight's sign: 2 * 128 * 127 fits in 16 bits
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights),
                                                _mm256_sign_epi8((__m256i)inputs, (__m256i)weights));
     sum += (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -46,14 +46,14 @@ static inline void step(ints& sum, ints weights, const int8_t* x) {
 }
 #endif
 
-// What a row's group of integers is multiplied with, and what its sums begin with to undo the weights' offset.
+// A row's scale for a group, and the initial value of its sums, which cancels the weights' offset.
 struct Scale {
     float scale;
     int32_t offset;
 };
 
-// The largest of a vector; N vectors of integers, each in the lowest byte of a lane, stored in bytes, and their sum.
-// What GCC makes of the portable forms goes through memory.
+// The largest number of a vector. Storing N vectors of integers as bytes, with their sum. Intrinsics, because GCC
+// compiles portable forms to loads and stores.
 #if LANES_512
 static inline uint32_t largest_of(words x) { return _mm512_reduce_max_epu32((__m512i)x); }
 template <size_t N>
@@ -62,7 +62,7 @@ static inline int32_t store_bytes(int8_t* p, const ints (&x)[N]) {
     for (size_t i = 0; i < N; i++) {
         const __m128i narrowed = _mm512_cvtepi32_epi8((__m512i)x[i]);
         _mm_storeu_si128((__m128i*)p + i, narrowed);
-        // as unsigned numbers, 128 more each, eight are added up at once
+        // as unsigned numbers, 128 larger each, eight of them are added at once
         const __m128i raised = _mm_xor_si128(narrowed, _mm_set1_epi8(-128));
         sums = _mm_add_epi32(sums, _mm_sad_epu8(raised, _mm_setzero_si128()));
     }
@@ -88,27 +88,27 @@ static inline int32_t store_bytes(int8_t* p, const ints (&x)[N]) {
 }
 #endif
 
-// Rounds a group of G to nearest, ties to even: the largest number becomes 127.
+// Quantizes a group of G numbers, rounding to nearest, ties to even. The largest number becomes 127.
 template <int64_t G, typename T>
 static inline Scale quantize(const T* x, int8_t* out) {
     floats v[G / LANES];
     words most = {};
     for (int i = 0; i < G / LANES; i++) {
         v[i] = load_row(x + i * LANES);
-        const words size = (words)v[i] & 0x7fffffff;  // the bits of a size grow with it, and NaN's are beyond all
+        const words size = (words)v[i] & 0x7fffffff;  // the bits of |v| are ordered like |v|, and NaN's are larger
         most = size > most ? size : most;
     }
     const uint32_t bits = largest_of(most);
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    ints rounded[G / LANES];  // adding 1.5 * 2^23 to numbers up to 2^22 leaves no fraction
+    ints rounded[G / LANES];  // adding 1.5 * 2^23 rounds numbers up to 2^22 to integers
     for (int i = 0; i < G / LANES; i++) rounded[i] = (ints)(v[i] * inverse + 12582912.0f);
     const int32_t sum = store_bytes(out, rounded);
     return {largest / 127.0f, -OFFSET * sum};
 }
 
-// Rows in INT8: of each tile, group and row G integers and a scale, with which the largest becomes 127.
+// Rows in INT8. For each tile, group and row there are G integers and a scale; the largest integer is 127.
 template <int64_t G>
 class Int8Rows {
    public:
@@ -118,7 +118,7 @@ class Int8Rows {
           integers(new int8_t[tiles.rows * groups * G]),
           factors(new Scale[tiles.rows * groups]) {}
 
-    // Rounds a row [width], of which the last group may have fewer.
+    // Quantizes a row [width]. The last group may be shorter.
     template <typename T>
     void fill(int64_t row, const T* x, int64_t width) {
         const int64_t tile = tiles.of(row), first = tiles.first(tile), size = tiles.size(tile);
@@ -131,7 +131,7 @@ class Int8Rows {
         factors[place] = quantize<G>(last, &integers[place * G]);
     }
 
-    // Those of a tile, by its first row.
+    // The data of a tile, by its first row.
     const int8_t* values(int64_t first) const { return &integers[first * groups * G]; }
     const Scale* scales(int64_t first) const { return &factors[first * groups]; }
 

@@ -1,8 +1,8 @@
-// What every product with a packed weight shares: y = x W^T.
+// Code that all products with a packed weight share: y = x W^T.
 //
-// The weight lies in panels of PANEL outputs, so that a panel is read once, in order, at the speed of memory, while
-// the sums of a tile of rows stay in registers. What a row gives depends on no other row: a sum is added up in the
-// same order whatever the tile.
+// The weight is in panels of PANEL outputs, so that a panel is read once, in order, at memory bandwidth, while the sums
+// of a tile of rows stay in registers. A row's result does not depend on other rows: sums are added in the same order
+// in every tile.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -16,10 +16,10 @@
 namespace {
 
 constexpr int PANEL = 2 * LANES;
-constexpr int TILE = LANES == 16 ? 12 : 4;  // rows whose sums are in registers together
-constexpr int64_t ROWS = 12 * 12;  // rows per pass over a panel: their inputs stay in the L2 cache
+constexpr int TILE = LANES == 16 ? 12 : 4;  // rows per tile: their sums fit into registers
+constexpr int64_t ROWS = 12 * 12;  // rows per pass over a panel: their inputs fit into the L2 cache
 
-// Inputs that one step takes: bf16 is multiplied in pairs where the machine can.
+// Inputs per step: bf16 is multiplied in pairs if the CPU can.
 #if defined(__AVX512BF16__)
 constexpr int64_t PAIR = 2;
 #else
@@ -71,13 +71,13 @@ static inline void step(floats& low, floats& high, const T* x, const T* w) {
     step(high, x, load_weights(w + LANES * STEP<T>));
 }
 
-// How many tasks of a thread's run are taken, in a cache line of its own.
+// How many tasks of a thread's run are taken. Each counter has its own cache line.
 struct alignas(64) Taken {
     std::atomic<int64_t> count{0};
 };
 
-// In each thread of a parallel region: calls work(owner, task) for tasks of the thread's own run, of size(owner), and
-// then for those that are left of others'.
+// Call it in each thread of a parallel region. It calls work(owner, task) for the tasks of the thread's own run, which
+// has size(owner) tasks, and then for remaining tasks of other threads.
 template <typename N, typename F>
 static inline void work_on_runs(std::vector<Taken>& taken, N&& size, F&& work) {
     const int64_t threads = taken.size();
@@ -92,14 +92,14 @@ template <typename F>
 static inline void for_panels(int64_t rows, int64_t panels, F&& work) {
     const int64_t threads = omp_get_max_threads();
     if (rows <= ROWS || rows < threads * ROWS / 2) {
-        // Runs of panels that get ever shorter: memory likes long ones, with short ones no core waits for another.
+        // Runs of panels that get shorter: long runs suit memory, and with short ones no core waits for another.
 #pragma omp parallel
         for (int64_t first = 0; first < rows; first += ROWS)
 #pragma omp for schedule(guided) nowait
             for (int64_t panel = 0; panel < panels; panel++) work(panel, first, std::min(rows, first + ROWS));
         return;
     }
-    // Many rows: each thread has the same ones in every op, in a cache of its own, and helps others when it is done.
+    // Many rows: each thread has the same rows in every op, in its own cache, and helps others when it is done.
     const int64_t passes = (rows + threads * ROWS - 1) / (threads * ROWS), parts = threads * passes;
     std::vector<Taken> taken(threads);
 #pragma omp parallel num_threads(threads)

@@ -5,12 +5,12 @@
 
 namespace {
 
-// Inputs that are added up in one accumulator. Sums of sums round about half as much as one long sum does; beside the
-// rounding of bf16 that is nothing.
+// The number of inputs per accumulator. Adding partial sums has about half the rounding error of one long sum. With
+// bf16 that is negligible.
 template <typename T>
 constexpr int64_t PART = std::is_same_v<T, bf16> ? INT64_MAX / 2 : 192;
 
-// Weights that are fetched into the L2 cache meanwhile: from `at` on, `stride` bytes per step.
+// Prefetches weights into the L2 cache, from `at` on, `stride` bytes per step.
 struct Ahead {
     const char* at;
     int64_t stride;
@@ -19,11 +19,11 @@ struct Ahead {
 template <typename T>
 constexpr int64_t STEP_BYTES = PANEL * STEP<T> * sizeof(T);
 
-// The processor's own prefetching is the better one with fewer rows, and falls behind with more.
+// The CPU's own prefetcher is better with fewer rows but falls behind with more.
 constexpr int FETCHED_ROWS = 8;
-constexpr int64_t FETCH_AHEAD = 8192;  // bytes, where a panel is gone over once
+constexpr int64_t FETCH_AHEAD = 8192;  // bytes, if a panel is read once
 
-// What becomes of the sums of a panel's two halves. OUTPUTS: results of a panel; the last one may have fewer.
+// How to store the sums of a panel's two halves. OUTPUTS is the number of results per panel; the last may have fewer.
 struct Plain {
     static constexpr int64_t OUTPUTS = PANEL;
 
@@ -41,7 +41,7 @@ struct Plain {
     }
 };
 
-// The halves are gates and what they gate.
+// The halves are gate and up.
 struct Gated {
     static constexpr int64_t OUTPUTS = LANES;
 
@@ -55,7 +55,7 @@ struct Gated {
     }
 };
 
-// Not inlined: side by side in one function, the tiles take registers from each other.
+// Not inlined, because tiles in the same function would compete for registers.
 template <typename Form, int R, bool FETCH, typename T, typename O>
 __attribute__((noinline)) void tile(const T* x, int64_t inputs, const T* panel, O* out, int64_t outputs, int64_t width,
                                     Ahead ahead) {
@@ -85,7 +85,7 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t m = first + count * t / tiles, next = first + count * (t + 1) / tiles;
             Ahead ahead = {(const char*)panel + FETCH_AHEAD, STEP_BYTES<T>};
-            if (tiles > 1)  // each fetches its share of the next panel
+            if (tiles > 1)  // each tile prefetches its share of the next panel
                 ahead = {(const char*)panel + bytes + bytes * (m - first) / count, STEP_BYTES<T> * (next - m) / count};
             const auto work = [&](auto tile_rows, auto fetch) {
                 const int64_t column = n * Form::OUTPUTS;
@@ -93,7 +93,7 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
                                              outputs - column, ahead);
             };
             with_constant<TILE>(next - m, [&](auto tile_rows) {
-                constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller ones are alone
+                constexpr bool MAY_FETCH = 2 * tile_rows >= TILE;  // smaller tiles are alone
                 if (MAY_FETCH && rows >= FETCHED_ROWS)
                     work(tile_rows, std::bool_constant<MAY_FETCH>());
                 else
@@ -103,14 +103,14 @@ void product(const T* x, int64_t rows, int64_t inputs, const T* packed, int64_t 
     });
 }
 
-// Where weight [row, k] lies in `packed`, its rows being those of the panels.
+// The place of weight [row, k] in `packed`. `row` counts the rows of panels.
 template <typename T>
 int64_t place(int64_t row, int64_t k, int64_t padded) {
     const int64_t group = k / STEP<T> * STEP<T>;
     return (row / PANEL * padded + group) * PANEL + row % PANEL * STEP<T> + k % STEP<T>;
 }
 
-// Copies the weights of `count` outputs to the panels' rows from `row` on; zeros where there are fewer.
+// Copies the weights of `count` outputs to the panels' rows from `row` on, and pads with zeros.
 template <typename T>
 void pack_rows(const T* weight, int64_t count, int64_t row, int64_t lanes, int64_t inputs, int64_t padded, T* packed) {
     for (int64_t k = 0; k < padded; k++)
@@ -139,12 +139,12 @@ void rows_of(const T* packed, const int64_t* ids, int64_t count, int64_t inputs,
 
 }  // namespace
 
-// What a packed weight is made for: the multiples of outputs and inputs.
+// The multiples to which a packed weight's outputs and inputs are padded.
 extern "C" int kvloom_linear_panel() { return PANEL; }
 extern "C" int kvloom_linear_pair() { return PAIR; }
 
-// weight [outputs, inputs] to `packed` [panels, padded, PANEL], inputs padded with zeros to a multiple of a pair. Of a
-// gated one the first half of the outputs are gates, and a panel is LANES of them beside the LANES that they gate.
+// Packs weight [outputs, inputs] to `packed` [panels, padded, PANEL]. Inputs are padded with zeros to a multiple of a
+// pair. In a gated weight the first half of the outputs are gates, and a panel has LANES of gate beside LANES of up.
 extern "C" void kvloom_linear_pack(const void* weight, int is_bf16, int64_t outputs, int64_t inputs, int64_t padded,
                                    int gated, void* packed) {
     if (is_bf16)
@@ -153,7 +153,7 @@ extern "C" void kvloom_linear_pack(const void* weight, int is_bf16, int64_t outp
         pack((const float*)weight, outputs, inputs, padded, gated, (float*)packed);
 }
 
-// x [rows, inputs] (padded) to out [rows, outputs].
+// Computes out [rows, outputs] from x [rows, inputs] (padded).
 extern "C" void kvloom_linear(const void* x, int is_bf16, int64_t rows, int64_t inputs, const void* packed,
                               int64_t outputs, void* out, int out_bf16) {
     if (!is_bf16)
@@ -165,7 +165,7 @@ extern "C" void kvloom_linear(const void* x, int is_bf16, int64_t rows, int64_t 
 }
 REPLAYED(kvloom_linear)
 
-// The same with a gated weight, to out [rows, outputs] of x's type, outputs being half of the weight's.
+// The same with a gated weight. out [rows, outputs] has x's type and half of the weight's outputs.
 extern "C" void kvloom_linear_gated(const void* x, int is_bf16, int64_t rows, int64_t inputs, const void* packed,
                                     int64_t outputs, void* out) {
     if (is_bf16)
@@ -175,7 +175,7 @@ extern "C" void kvloom_linear_gated(const void* x, int is_bf16, int64_t rows, in
 }
 REPLAYED(kvloom_linear_gated)
 
-// Rows `ids` of the weight, to out fp32 [count, inputs].
+// Copies rows `ids` of the weight to out, fp32 [count, inputs].
 extern "C" void kvloom_linear_rows(const void* packed, int is_bf16, const int64_t* ids, int64_t count, int64_t inputs,
                                    int64_t padded, float* out) {
     if (is_bf16)

@@ -1,16 +1,16 @@
-// Products with weights of 4 or 8 bits in groups of GROUP inputs, each group with a scale of its own.
+// Products with weights of 4 or 8 bits in groups of GROUP inputs. Each group has its own scale.
 //
-// A group's integers are exact in bf16 and in fp32, so that nothing is lost before its sum is scaled.
+// A group's integers are exact in bf16 and in fp32, so that nothing is rounded before its sum is scaled.
 #include "groups_panels.h"
 #include "replay.h"
 
 namespace {
 
-// What rows are laid out in, so that a step need not widen them.
+// The type in which rows are laid out, so that a step need not widen them.
 template <typename T>
 using Input = std::conditional_t<STEP<T> == 1, float, T>;
 
-// Calls take(k, values) with what `step` takes of a group's values.
+// Calls take(k, values) with a group's values in the form that `step` takes.
 template <int BITS, typename T, typename F>
 static inline __attribute__((always_inline)) void unpack(const uint8_t* values, F&& take) {
 #if defined(__AVX512BF16__)
@@ -65,14 +65,14 @@ void tile(const T* x, const float* sums, const uint8_t* values, const uint8_t* h
     store_tile(out, outputs, totals, width);
 }
 
-// Calls work(panel, tile, ahead) for every panel and tile, in parallel; each fetches ahead in every group of each half.
+// Calls work(panel, tile, ahead) for every panel and tile, in parallel. Each prefetches in every group of each half.
 template <typename F>
 static inline void for_panels_of_tiles(const Parts& tiles, int64_t row_bytes, int64_t groups, const uint8_t* packed,
                                        int64_t panel_bytes, int64_t outputs, F&& work) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
     const int64_t most = panels >= 4 * threads ? CACHED / (row_bytes * TILE) + 1 : ROWS / TILE;
     const int64_t passes = (tiles.count + most - 1) / most, tasks = panels * passes;
-    // A few rows are bound by memory, which likes long runs; many by arithmetic, where no core is to wait for another.
+    // Few rows are memory-bound, which long runs suit. Many are compute-bound, and no core should wait for another.
     const int64_t chunk = tiles.count == 1 ? (tasks + threads - 1) / threads : 1;
     const int64_t lines = (panel_bytes + 63) / 64;
 #pragma omp parallel for schedule(dynamic, chunk)
@@ -161,7 +161,7 @@ void rows_of(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t i
 
 }  // namespace
 
-// values [outputs, inputs] of a byte each; scales and minima (4 bits only) fp16 [outputs, groups].
+// Packs values [outputs, inputs], one byte each, with scales and (4 bits only) minima, fp16 [outputs, groups].
 extern "C" void kvloom_groups_pack(int bits, const uint8_t* values, const uint16_t* scales, const uint16_t* minima,
                                    int64_t outputs, int64_t inputs, uint8_t* packed) {
     if (bits == 4)
@@ -170,7 +170,7 @@ extern "C" void kvloom_groups_pack(int bits, const uint8_t* values, const uint16
         pack<8>(values, scales, minima, outputs, inputs, packed);
 }
 
-// x [rows, inputs] to out [rows, outputs].
+// Computes out [rows, outputs] from x [rows, inputs].
 extern "C" void kvloom_groups(int bits, const void* x, int is_bf16, int64_t rows, int64_t inputs, const uint8_t* packed,
                               int64_t outputs, void* out, int out_bf16) {
 #define CALL(T, O)                                                                                 \
@@ -186,7 +186,7 @@ extern "C" void kvloom_groups(int bits, const void* x, int is_bf16, int64_t rows
 }
 REPLAYED(kvloom_groups)
 
-// Rows `ids` of the weight, to out fp32 [count, width]; inputs is the width up to a multiple of a group.
+// Copies rows `ids` of the weight to out, fp32 [count, width]. inputs is the width padded to a multiple of a group.
 extern "C" void kvloom_groups_rows(int bits, const uint8_t* packed, const int64_t* ids, int64_t count, int64_t inputs,
                                    int64_t width, float* out) {
     if (bits == 4)

@@ -1,14 +1,14 @@
-// Products of INT8 rows with INT8 weights, both in groups of G inputs with a scale each (of 32 as llama.cpp's Q8_0):
+// Products of INT8 rows and INT8 weights. Both have one scale per group of G inputs (32 in llama.cpp's Q8_0):
 // y = sum over groups of s_x s_w (q_x q_w).
 //
-// A group's scales cost two of the instructions that multiply, its integers G / 4 of them.
+// A group's scales cost two multiplications, its integers cost G / 4.
 #include "activation.h"
 #include "int8.h"
 #include "replay.h"
 
 namespace {
 
-// A panel: values [2 halves, groups, G / QUAD, LANES, QUAD], offset by OFFSET, then fp16 scales [2, groups, LANES].
+// A panel has values [2 halves, groups, G / QUAD, LANES, QUAD] plus OFFSET, then fp16 scales [2, groups, LANES].
 template <int64_t G>
 struct Panel {
     static constexpr int64_t VALUES = G * LANES;
@@ -23,7 +23,7 @@ struct Panel {
     int64_t scales_at(int64_t half, int64_t g) const { return 2 * groups * VALUES + (half * groups + g) * LANES * 2; }
 };
 
-// R rows times a half of a panel. Not inlined: one for all that take its sums.
+// R rows times a half of a panel. Not inlined, so that all users share one copy.
 template <int64_t G, int R, typename O>
 __attribute__((noinline)) void tile(const int8_t* x, const Scale* scales, const uint8_t* values, const uint8_t* heads,
                                     int64_t groups, Ahead ahead, O* out, int64_t outputs, int64_t width) {
@@ -47,8 +47,8 @@ __attribute__((noinline)) void tile(const int8_t* x, const Scale* scales, const 
     store_tile(out, outputs, totals, width);
 }
 
-// What becomes of a panel's halves, of which half(number, out, outputs, width) computes one.
-// OUTPUTS: results of a panel; the last one may have fewer.
+// How to store the results of a panel's halves. half(number, out, outputs, width) computes one half.
+// OUTPUTS is the number of results per panel; the last may have fewer.
 struct Plain {
     static constexpr int64_t OUTPUTS = PANEL;
 
@@ -59,7 +59,7 @@ struct Plain {
     }
 };
 
-// The halves are gates and what they gate.
+// The halves are gate and up.
 struct Gated {
     static constexpr int64_t OUTPUTS = LANES;
 
@@ -74,8 +74,8 @@ struct Gated {
     }
 };
 
-// The panels, shared out to threads: each has a run of its own, fetches its next panel while it multiplies, and helps
-// others when it is done.
+// Distributes panels to threads. Each thread has its own run of panels, prefetches its next panel while it multiplies,
+// and helps others when it is done.
 class Runs {
    public:
     Runs(int64_t threads, const Parts& tiles, int64_t groups, const uint8_t* packed, int64_t bytes, int64_t panels)
@@ -88,7 +88,7 @@ class Runs {
           passes((tiles.count + TOGETHER - 1) / TOGETHER),
           taken(threads) {}
 
-    // Calls work(panel, tile, ahead) for some of them, in every thread of a parallel region.
+    // Calls work(panel, tile, ahead) for some panels, in every thread of a parallel region.
     template <typename F>
     void work_on_some(F&& work) {
         const auto start = [&](int64_t owner) { return panels * passes * owner / threads; };
@@ -119,10 +119,10 @@ class Runs {
     const Parts tiles;
     const int64_t groups;
     const uint8_t* packed;
-    const int64_t bytes;  // of a panel
+    const int64_t bytes;  // bytes per panel
     const int64_t panels;
     const int64_t passes;
-    std::vector<Taken> taken;  // of each thread's run
+    std::vector<Taken> taken;  // how many panels of each thread's run are taken
 };
 
 template <int64_t G, typename Form, typename T, typename O>
@@ -145,7 +145,7 @@ void product(const T* x, int64_t rows, int64_t width, int64_t inputs, const uint
             Form::template store_tiles<size>(half, out + first * outputs + column, outputs, outputs - column);
         });
     };
-    if (rows == 1) round(0);  // sooner done than shared out
+    if (rows == 1) round(0);  // faster than distributing it
 #pragma omp parallel num_threads(threads)
     {
         if (rows > 1) {
@@ -192,7 +192,7 @@ void rows_of(const uint8_t* packed, const int64_t* ids, int64_t count, int64_t i
     }
 }
 
-// Calls work(constant) with the size of a group.
+// Calls work(constant) with the group size.
 template <typename F>
 void with_group(int64_t group, F&& work) {
     if (group == 64)
@@ -203,14 +203,14 @@ void with_group(int64_t group, F&& work) {
 
 }  // namespace
 
-// values [outputs, inputs] and scales in fp16 [outputs, inputs / group] to `packed`; group is 32 or 64. Of a gated
-// weight the first half of the outputs are gates, and a panel is LANES of them beside the LANES that they gate.
+// Packs values [outputs, inputs] and fp16 scales [outputs, inputs / group] to `packed`. group is 32 or 64. In a gated
+// weight the first half of the outputs are gates, and a panel has LANES of gate beside LANES of up.
 extern "C" void kvloom_int8_pack(int64_t group, const int8_t* values, const uint16_t* scales, int64_t outputs,
                                  int64_t inputs, int gated, uint8_t* packed) {
     with_group(group, [&](auto size) { pack<size>(values, scales, outputs, inputs, gated, packed); });
 }
 
-// x [rows, width] to out [rows, outputs]; inputs is the width up to a multiple of a group.
+// Computes out [rows, outputs] from x [rows, width]. inputs is the width padded to a multiple of a group.
 extern "C" void kvloom_int8(int64_t group, const void* x, int is_bf16, int64_t rows, int64_t width, int64_t inputs,
                             const uint8_t* packed, int64_t outputs, void* out, int out_bf16) {
     with_group(group, [&](auto size) {
@@ -224,7 +224,7 @@ extern "C" void kvloom_int8(int64_t group, const void* x, int is_bf16, int64_t r
 }
 REPLAYED(kvloom_int8)
 
-// The same with a gated weight, to out [rows, outputs] of x's type, outputs being half of the weight's.
+// The same with a gated weight. out [rows, outputs] has x's type and half of the weight's outputs.
 extern "C" void kvloom_int8_gated(int64_t group, const void* x, int is_bf16, int64_t rows, int64_t width,
                                   int64_t inputs, const uint8_t* packed, int64_t outputs, void* out) {
     with_group(group, [&](auto size) {
@@ -236,7 +236,7 @@ extern "C" void kvloom_int8_gated(int64_t group, const void* x, int is_bf16, int
 }
 REPLAYED(kvloom_int8_gated)
 
-// Rows `ids` of a weight that is not gated, to out fp32 [count, width].
+// Copies rows `ids` of a weight that is not gated to out, fp32 [count, width].
 extern "C" void kvloom_int8_rows(int64_t group, const uint8_t* packed, const int64_t* ids, int64_t count,
                                  int64_t inputs, int64_t width, float* out) {
     with_group(group, [&](auto size) { rows_of<size>(packed, ids, count, inputs, width, out); });

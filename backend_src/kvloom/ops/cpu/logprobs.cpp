@@ -1,4 +1,4 @@
-// Log probabilities of chosen and likeliest tokens, in one look at each row.
+// Log probabilities of the chosen and the most likely tokens, in one pass over each row.
 #include <cmath>
 #include <vector>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;  // exponentials that are summed in fp32
+constexpr int64_t BLOCK = 256;  // exponentials to sum in fp32 before adding to fp64
 
 struct Scored {
     float score;
@@ -29,7 +29,7 @@ double log_of_sum(const float* scores, int64_t count, float peak) {
     return peak + std::log(whole);
 }
 
-// The scores that the k largest are among.
+// Candidates: scores that include the k largest.
 void collect(const float* scores, int64_t count, float bound, std::vector<Scored>& found) {
     found.clear();
     for (int64_t start = 0; start < count; start += GROUP) {
@@ -45,8 +45,8 @@ void collect(const float* scores, int64_t count, float bound, std::vector<Scored
 
 }  // namespace
 
-// logits [rows, vocab] and tokens [rows] to the tokens' log probabilities own [rows]; and of the k likeliest, k at most
-// vocab, values and ids [rows, k], of equals the smaller id first.
+// From logits [rows, vocab] and tokens [rows] computes the tokens' log probabilities, own [rows], and those of the k
+// most likely tokens with their ids, values and ids [rows, k], k <= vocab. Of equal logits the smaller id is first.
 extern "C" void kvloom_logprobs(const float* logits, int64_t rows, int64_t vocab, const int64_t* tokens, int64_t k,
                                 float* own, float* values, int64_t* ids) {
 #pragma omp parallel for schedule(static) if (rows > 1)

@@ -1,4 +1,4 @@
-// Changes to single scores and back; ops/penalties.py defines them.
+// Edits single scores and restores them; see ops/penalties.py.
 #include <algorithm>
 #include <cfloat>
 
@@ -6,14 +6,14 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_PLACES = 4096;  // fewer are done before other threads have woken up
+constexpr int64_t PARALLEL_PLACES = 4096;  // fewer edits are done before other threads wake up
 constexpr int64_t WIDTH = LANES / 2, CHUNK = 256;
 
-// Vectors have no branch on a score's sign, which nothing can foretell.
+// Vectors avoid a branch on a score's sign, which can't be predicted.
 typedef double doubles __attribute__((vector_size(8 * WIDTH)));
 typedef float singles __attribute__((vector_size(4 * WIDTH)));
 
-// WIDTH numbers, or as many as there are and then the filling.
+// WIDTH numbers, padded if there are fewer.
 inline doubles some(const double* p, int64_t count, double filling) {
     doubles x = doubles{} + filling;
     if (count >= WIDTH)
@@ -23,7 +23,7 @@ inline doubles some(const double* p, int64_t count, double filling) {
     return x;
 }
 
-// To fp32 and back; an overflow must neither ban a token nor turn into NaN further on.
+// Rounds to fp32. It saturates, because infinity would ban a token or become NaN later.
 inline doubles rounded(doubles x) {
     const doubles most = doubles{} + (double)FLT_MAX;
     x = x > -most ? x : -most;
@@ -33,8 +33,8 @@ inline doubles rounded(doubles x) {
 
 }  // namespace
 
-// Bias, repetition penalty, what is subtracted, ban, in this order, at index [count], of which none comes twice and
-// those below 0 are skipped; saved [count] gets what was there.
+// Applies bias, repetition penalty, subtraction and ban, in this order, at index [count]. Indices are unique, and
+// negative ones are skipped. saved [count] gets the old scores.
 extern "C" void kvloom_edit(float* scores, const int64_t* index, const double* bias, const double* repetition,
                             const double* subtracted, const uint8_t* banned, int64_t count, float* saved) {
 #pragma omp parallel for schedule(static) if (count >= PARALLEL_PLACES)

@@ -7,7 +7,7 @@
 
 namespace {
 
-// Less is not worth another thread: rows that are copied, elements with an exponential.
+// Less work is not worth another thread: rows to copy, elements with an exponential.
 constexpr int64_t PARALLEL_ROWS = 8, PARALLEL_GATES = 4096;
 
 template <typename U, typename O>
@@ -19,7 +19,7 @@ void add_rms_norm(const float* residual, const U* update, const O* weight, float
         const float* in = residual + row * width;
         const U* more = update ? update + row * width : nullptr;
         float* added = sum + r * width;
-        // several sums, none of which waits for the one before
+        // several sums, so that no addition waits for the one before
         constexpr int SUMS = 4;
         floats squares[SUMS] = {};
         const auto add = [&](int64_t i, floats& sum_of_squares) {
@@ -44,7 +44,7 @@ void add_rms_norm(const float* residual, const U* update, const O* weight, float
     }
 }
 
-// Turns a head by the angles of a position.
+// Rotates a head by the angles of a position.
 template <typename Q, typename T>
 static inline void rotate(const Q* in, const float* cosines, const float* sines, int64_t half, T* out) {
     int64_t i = 0;
@@ -79,7 +79,7 @@ void rope_kv_write(const Q* qkv, const float* cos_sin, const int64_t* positions,
         const float* sines = cosines + half;
         const bool kept = slots[t] >= 0;
         const int64_t place = kept ? slots[t] / block_size * block_stride + slots[t] % block_size * dim : 0;
-        // the cache's lines lie in memory and far apart: all are asked for before the first one is written to
+        // The lines of the KV cache are far apart in memory, so prefetch all of them before writing the first one
         if (kept)
             for (int64_t h = 0; h < kv_heads; h++)
                 for (int64_t i = 0; i < dim; i += line) {
@@ -122,7 +122,7 @@ void rows_of(const T* table, const int64_t* ids, int64_t count, int64_t width, f
 
 }  // namespace
 
-// Rows `ids` of a table [n, width], to out fp32 [count, width].
+// Copies rows `ids` of a table [n, width] to out, fp32 [count, width].
 extern "C" void kvloom_rows(const void* table, int is_bf16, const int64_t* ids, int64_t count, int64_t width,
                             float* out) {
     if (is_bf16)
@@ -132,7 +132,7 @@ extern "C" void kvloom_rows(const void* table, int is_bf16, const int64_t* ids, 
 }
 REPLAYED(kvloom_rows)
 
-// Of the `count` rows that `rows` names, or, where it is null, of the first.
+// Computes the `count` rows listed in `rows`, or the first `count` rows if it is null.
 extern "C" void kvloom_add_rms_norm(const float* residual, const void* update, int update_bf16, const void* weight,
                                     int weight_bf16, float eps, const int64_t* rows, int64_t count, int64_t width,
                                     float* sum, void* normed) {

@@ -1,15 +1,15 @@
-// The largest scores of a row without sorting it, and the exponentials of what lies below them.
+// Finds the largest scores of a row without sorting it, and computes exponentials of distances from them.
 #pragma once
 #include <algorithm>
 #include <functional>
 
 #include "common.h"
 
-constexpr int64_t GROUP = 64;  // neighbours of which the largest is known
+constexpr int64_t GROUP = 64;  // neighbours per group
 
 static inline int64_t groups_in(int64_t count) { return (count + GROUP - 1) / GROUP; }
 
-// The largest of the scores; tops [groups_in(count)] gets the largest of each GROUP neighbours.
+// The largest score. tops [groups_in(count)] gets the largest score of each group.
 static inline float largest_of(const float* scores, int64_t count, float* tops) {
     float whole = -__builtin_inff();
     for (int64_t start = 0; start < count; start += GROUP) {
@@ -23,15 +23,15 @@ static inline float largest_of(const float* scores, int64_t count, float* tops) 
     return whole;
 }
 
-// What at least k scores reach: the k-th largest of the groups' largest, which is most often close to the k-th largest
-// of all (bucketed selection, as in Chern et al., 2022). Reorders tops; k must be at most their number.
+// A bound that at least k scores reach: the k-th largest of the groups' largest scores, which is usually close to the
+// k-th largest score (bucketed selection, as in Chern et al., 2022). Reorders tops. k must be at most their number.
 static inline float reached_by(float* tops, int64_t groups, int64_t k) {
     std::nth_element(tops, tops + k - 1, tops + groups, std::greater<float>());
     return tops[k - 1];
 }
 
-// e^-below for below >= 0, about 1 ulp; the same steps as exp_of. From 87 on it is the smallest normal number.
-// Where FP contraction is off, these are the bits that separate operations give.
+// e^-below for below >= 0, to about 1 ulp, in the same steps as exp_of. From 87 on it is the smallest normal number.
+// With FP contraction off the result has the same bits as separate operations.
 static inline float exp_below(float below) {
     const float x = below < 87.0f ? -below : -87.0f;
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

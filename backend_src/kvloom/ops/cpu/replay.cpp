@@ -1,4 +1,4 @@
-// Calls that were written down, made again.
+// Replays recorded calls.
 #include "replay.h"
 
 extern "C" void kvloom_replay(const Word* list) {

@@ -1,12 +1,12 @@
-// A function's arguments in words of 8 bytes each, so that a list of calls can be written down and made again.
+// Stores a function's arguments in words of 8 bytes, so that a list of calls can be recorded and replayed.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-// What a list is made of: an operation, its arguments, the next operation, and so on; a null ends it.
+// A word of a list. The list is an operation, its arguments, the next operation and so on, and ends with null.
 union Word {
-    const Word* (*operation)(const Word* arguments);  // returns what follows its arguments
+    const Word* (*operation)(const Word* arguments);  // returns the word after its arguments
     uint64_t bits;
 };
 
@@ -16,7 +16,7 @@ template <typename T>
 T argument(const Word& word) {
     static_assert(sizeof(T) <= sizeof word);
     T value;
-    std::memcpy(&value, &word, sizeof value);  // machines are little-endian here: the low bytes come first
+    std::memcpy(&value, &word, sizeof value);  // x86 is little-endian: the low bytes come first
     return value;
 }
 
@@ -33,6 +33,6 @@ const Word* call(R (*function)(A...), const Word* arguments) {
 
 }  // namespace
 
-// Gives a function its operation.
+// Defines a function's operation for replays.
 #define REPLAYED(NAME) \
     extern "C" const Word* NAME##_replayed(const Word* arguments) { return call(NAME, arguments); }

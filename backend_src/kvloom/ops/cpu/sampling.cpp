@@ -1,4 +1,4 @@
-// The likeliest token of each row, and whether a row is finite, in one pass over the scores.
+// The most likely token of each row, and whether the row is finite, in one pass over the scores.
 #include <algorithm>
 
 #include "common.h"
@@ -38,7 +38,8 @@ Best likeliest(const float* scores, int64_t count) {
 
 }  // namespace
 
-// scores [rows, vocab] to the first of the likeliest tokens of each row, and 1 where the row holds no NaN or infinity.
+// From scores [rows, vocab] computes the most likely token of each row, the first one if there are several, and 1 if
+// the row has no NaN and no infinity.
 extern "C" void kvloom_likeliest(const float* scores, int64_t rows, int64_t vocab, int64_t* tokens, uint8_t* finite) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++) {

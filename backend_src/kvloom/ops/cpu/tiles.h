@@ -1,7 +1,7 @@
-// What products with weights in groups share: how rows and panels are cut into tiles, and shared out.
+// Code that products with weights in groups share: splitting rows and panels into tiles.
 //
-// Weights lie in panels of two halves of LANES outputs. A tile is some rows times a half: its sums stay in registers
-// from the first group to the last, and are added up in the same order whatever the tile.
+// Weights are in panels of two halves of LANES outputs. A tile is some rows times a half. Its sums stay in registers
+// from the first group to the last and are added in the same order in every tile.
 #pragma once
 #include <memory>
 
@@ -9,23 +9,23 @@
 
 namespace {
 
-constexpr int64_t GROUP = 32;  // inputs that share a scale
+constexpr int64_t GROUP = 32;  // inputs per scale
 
-// fp16 to fp32, whatever is finite.
+// Converts finite fp16 to fp32.
 static inline floats load_halves(const uint8_t* p) {
     halves h;
     std::memcpy(&h, p, sizeof h);
 #if LANES_512
     return (floats)_mm512_cvtph_ps((__m256i)h);
 #else
-    // the exponent's bias is put right by a product
+    // the product corrects the exponent's bias
     const words bits = __builtin_convertvector(h, words);
     const floats magnitude = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
     return (floats)((words)magnitude | (bits & 0x8000) << 16);
 #endif
 }
 
-// Some of a row. What GCC makes of the portable forms goes through memory.
+// Parts of a row. Intrinsics, because GCC compiles portable forms to loads and stores.
 #if LANES_512
 static inline floats load_row(const float* p) { return load(p); }
 static inline floats load_row(const bf16* p) {
@@ -36,7 +36,7 @@ template <typename T>
 static inline floats load_row(const T* p) { return load(p); }
 #endif
 
-// Results of R rows of half a panel, of which there may be fewer. The sums' names are known: they stay in registers.
+// Stores the results of R rows and half a panel, which may have fewer outputs. The sums stay in registers.
 template <int R, typename O>
 static inline __attribute__((always_inline)) void store_tile(O* out, int64_t outputs, const floats (&sums)[R],
                                                              int64_t width) {
@@ -52,18 +52,18 @@ static inline __attribute__((always_inline)) void store_tile(O* out, int64_t out
     }
 }
 
-// Rows in parts of at most `most`, all of nearly as many; a tile is one.
+// Splits rows into parts of nearly equal size, at most `most`. A tile is one part.
 struct Parts {
     int64_t rows, count;
 
     explicit Parts(int64_t rows, int64_t most = TILE) : rows(rows), count((rows + most - 1) / most) {}
     int64_t first(int64_t part) const { return part * rows / count; }
     int64_t size(int64_t part) const { return first(part + 1) - first(part); }
-    // the part of a row; there are rows
+    // the part of a row; there must be rows
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
-// The part of a later panel that a tile asks memory for, some lines in each of its steps, while it computes.
+// The part of a later panel that a tile prefetches while it computes, some lines in each step.
 struct Ahead {
     const uint8_t* place;
     int64_t lines;
@@ -73,7 +73,7 @@ struct Ahead {
         place += lines * 64;
     }
 
-    // What is left after so many steps.
+    // What is left after a number of steps.
     Ahead after(int64_t steps) const { return {place + steps * lines * 64, lines}; }
 };
 

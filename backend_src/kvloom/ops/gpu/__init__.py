@@ -1,6 +1,6 @@
-"""The ops' fused Triton kernels: what they run as where their tensors are on a GPU.
+"""The Triton kernels of the ops, for tensors on a GPU.
 
-An op asks ``runs_triton`` and only then imports its kernel, so that a server without a GPU never imports triton.
+An op imports its kernel only if ``runs_triton`` is true, so that a server without a GPU never imports triton.
 """
 
 import torch
@@ -9,9 +9,9 @@ _everywhere = False
 
 
 def use_triton_everywhere(on: bool) -> None:
-    """Let the ops launch their Triton kernels for tensors on the CPU too.
+    """Let the ops launch their Triton kernels for tensors on the CPU, too.
 
-    For tests alone: under triton's interpreter, or to compile exactly what would be launched.
+    Only tests and the kernel audit need this: they run kernels in triton's interpreter, or only compile them.
     """
     global _everywhere
     _everywhere = on

@@ -19,7 +19,7 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See ``kvloom.ops.activation.silu_mul``; in fp32, rounded once."""
+    """See ``kvloom.ops.activation.silu_mul``. Computed in fp32 and rounded once."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)

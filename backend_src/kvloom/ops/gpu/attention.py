@@ -1,4 +1,4 @@
-"""Which attention kernels a batch needs."""
+"""Chooses the attention kernels for a batch."""
 
 import torch
 
@@ -18,30 +18,16 @@ def attend(
     *,
     max_queries: int,
     max_length: int,
-    window: int,
-    sinks: int,
-    soft_cap: float,
-    mass: torch.Tensor | None,
-    workspace: torch.Tensor | None,
 ) -> None:
-    """``paged_attention`` on a GPU: chunks and decodes of a mixed batch each by their own kernel.
+    """``paged_attention`` on a GPU, with one kernel for the chunks and one for the decodes of a batch.
 
-    Each kernel passes over the sequences that the other computes, which only the GPU can tell apart.
+    Each kernel skips the sequences of the other one. The host does not know them without waiting for the GPU.
     """
     assert q.is_contiguous() and out.is_contiguous() and k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert block_tables.stride(1) == 1 and query_starts.is_contiguous() and seq_lens.is_contiguous()
-    assert mass is None or (mass.is_contiguous() and mass.dtype is torch.float32)
     batch = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, scale, out)
     if max_queries > 1:
-        prefill_attention(*batch, window=window, sinks=sinks, soft_cap=soft_cap, mass=mass)
-    # one sequence with several queries has no decode beside it
+        prefill_attention(*batch)
+    # A batch of one sequence with several queries has no decodes
     if max_queries == 1 or len(seq_lens) > 1 or len(q) < 2:
-        decode_attention(
-            *batch,
-            max_length=max_length,
-            window=window,
-            sinks=sinks,
-            soft_cap=soft_cap,
-            mass=mass,
-            workspace=workspace,
-        )
+        decode_attention(*batch, max_length=max_length)

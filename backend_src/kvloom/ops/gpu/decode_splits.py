@@ -1,20 +1,21 @@
-"""How many programs share the keys of a sequence. Without triton, since the planner asks too."""
+"""Chooses how many programs share a sequence's keys. It does not import triton, since the planner uses it."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LEAST_TOKENS = 256
-"""Of a split: with fewer, writing and joining the parts costs more than it gains."""
+"""The least tokens per split. With fewer tokens, writing and joining the parts costs more than it gains."""
 MAX_TOKENS = 4096
-"""Of a split: a longest sequence among short ones is then no program that the others wait for."""
+"""The most tokens per split, so that a long sequence among short ones does not become one slow program."""
 MAX_PROGRAMS_PER_MULTIPROCESSOR = 64
-"""A limit to ``MAX_TOKENS``: where most sequences are short, most programs find nothing to do, and that takes time."""
+"""The most programs that ``MAX_TOKENS`` may cause. If most sequences are short, most programs are empty but take time.
+"""
 MAX_SPLITS = 128
 
 
 def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
-    """Parts that the keys of each sequence are divided into: a power of two.
+    """The number of splits of each sequence's keys, a power of two.
 
-    Enough programs for the whole machine, and no part so long that all wait for it, but none that is too short to pay.
-    It depends on the lengths by a power of two of the longest alone, so that it is constant within a CUDA graph.
+    There should be enough programs for the whole GPU and no slow long split, but no split that is too short to pay. The
+    result depends only on ``max_length`` rounded up to a power of two, so that it is constant within a CUDA graph.
     """
     length = _power_of_2(max_length)
     pairs = batch * kv_heads
@@ -24,5 +25,5 @@ def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int
 
 
 def _power_of_2(number: int) -> int:
-    """The next one from ``number`` on; 1 at least."""
+    """The smallest power of two that is at least ``number`` and 1."""
     return 1 << (max(number, 1) - 1).bit_length()

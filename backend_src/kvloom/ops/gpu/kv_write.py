@@ -1,19 +1,16 @@
-"""RoPE and the write of new keys and values, in one pass over the projections."""
+"""RoPE and the cache write of new keys and values, in one pass over the projections."""
 
 import torch
 import triton
 import triton.language as tl
 
 HEADS_EACH = 8
-"""Heads of a program: with fewer there are more programs than work, with more a decode's few tokens are too few."""
+"""Heads per program. Fewer heads make programs with too little work, more make too few programs in a decode."""
 
 
 @triton.jit
 def _store_halves(cache, at, low, first, second, HALF: tl.constexpr, FORMAT: tl.constexpr, mask):
-    """Put numbers into the cache as its format keeps them.
-
-    The one place that knows formats; ``plain`` is the cache's own dtype.
-    """
+    """Store numbers in the cache's format. Only this function knows formats. ``plain`` is the cache's dtype."""
     tl.static_assert(FORMAT == "plain")
     tl.store(cache + at + low, first.to(cache.dtype.element_ty), mask=mask)
     tl.store(cache + at + HALF + low, second.to(cache.dtype.element_ty), mask=mask)
@@ -62,7 +59,7 @@ def _rope_kv_write(
     tl.store(queries + to + HALF, turned_second.to(queries.dtype.element_ty), mask=of_queries)
 
     slot = tl.load(slots + token)
-    # padding has slot -1
+    # Padding has slot -1
     kept = (slot >= 0) & in_half
     place = slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     of_keys = kept & (head >= HEADS) & (head < HEADS + KV_HEADS)
@@ -85,7 +82,7 @@ def rope_kv_write(
     """``ops.kv_write.rope_kv_write`` on a GPU.
 
     Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim], and the others as there.
+        qkv: [T, (heads + 2 * kv_heads) * head_dim]; for the other arguments, too, see there.
         cos_sin: fp32 [positions, head_dim].
         positions: int64 [T].
         slots: int64 [T].
@@ -119,6 +116,6 @@ def rope_kv_write(
         TOKEN_STRIDE=k_cache.stride(2),
         HEADS_EACH=HEADS_EACH,
         FORMAT="plain",
-        # 8 numbers for each thread, which is 128 bits in bf16
+        # 8 numbers per thread, which are 128 bits in bf16
         num_warps=max(1, half_width * HEADS_EACH // 256),
     )

@@ -1,7 +1,7 @@
-"""Products with weights of 8 and 4 bits in groups, made to be bound by the memory that the weights come from.
+"""Products with weights of 8 and 4 bits in groups, which run at memory bandwidth.
 
-One kernel computes any number of rows, so that a weight is the same number whatever the batch: to dequantize it to
-bfloat16 for large batches, and leave these to cuBLAS, would round it.
+One kernel computes any number of rows, so that a weight has the same value in every batch. Dequantizing it to bfloat16
+for cuBLAS would round it.
 """
 
 import torch
@@ -12,27 +12,27 @@ from kvloom.ops.gpu.attention_parts import multiprocessors
 from kvloom.ops.gpu.linear_splits import COLUMNS, MAX_ROWS, split_count
 
 _MAX_WITH_MINIMA = 1024
-"""Rows times the words of a row of weights: with minima there are no registers for the sums of more."""
+"""The most rows times words of a row of weights. With minima there are no registers for more sums."""
 
 _SUM_BLOCK = 1024
 
 _MIDDLE = 8
-"""Of numbers of 4 bits: what a weight without minima stands for is ``(values - 8) * scale``."""
+"""The offset of 4-bit values: a weight without minima is ``(values - 8) * scale``."""
 
 
 class QuantizedLinear:
-    """A weight [out_features, in_features] = values * scale (+ minimum), both of a row's group of inputs.
+    """A weight [out_features, in_features] = values * scale (+ minimum). Scale and minimum are per row and group.
 
-    Satisfies ``kvloom.ops.linear.TiedLinear``.
+    It is a ``kvloom.ops.linear.TiedLinear``.
 
     Args:
-        bits: 8: values are int8; 4: they are uint8 of 0 to 15.
+        bits: 8 for int8 values, 4 for uint8 values of 0 to 15.
         values: [out_features, in_features].
-        scales: fp16 [out_features, in_features / group]; a last group may be shorter.
-        minima: like ``scales``, for 4 bits: GGUF's Q4_1 as it is; those of GPTQ and AWQ are ``-zero * scale``. None:
-            signed values of 8 bits, values of 4 bits around 8 (as in Q4_0).
-        group: 32 (as in GGUF's Q8_0, Q4_0 and Q4_1) or, for 4 bits, 128 (as GPTQ and AWQ mostly have it), which no
-            model that is served has: only tests and audits use it.
+        scales: fp16 [out_features, in_features / group]. The last group may be shorter.
+        minima: like ``scales``, for 4 bits only, as in GGUF's Q4_1. Those of GPTQ and AWQ would be ``-zero * scale``.
+            None: 8-bit values are signed, and 4-bit values have an offset of 8 as in Q4_0.
+        group: 32, as in GGUF's Q8_0, Q4_0 and Q4_1; or, for 4 bits, 128, as usual with GPTQ and AWQ. No served model
+            has groups of 128: only tests and the kernel audit use them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class QuantizedLinear:
         assert (bits, group) in ((8, 32), (4, 32), (4, 128)) and (bits == 4 or minima is None)
         assert scales.shape == (self.out_features, -(-self.in_features // group))
         self._planes = 16 // bits
-        # a plane is a group of 32, or half of one of 128
+        # A plane is a group of 32, or half of a group of 128
         width = min(group, 64)
         self._group = group // width
         self._words = pack(values, self._planes, width)
@@ -65,7 +65,7 @@ class QuantizedLinear:
         if split > 1:
             parts = torch.empty(split, rows, self.out_features, dtype=torch.float32, device=x.device)
         backend = _backend()
-        # AMD's matrix instructions take no fewer than 16
+        # AMD's matrix instructions need at least 16 rows
         least = 8 if backend == "cuda" else 16
         max_rows = _MAX_WITH_MINIMA // self._words.shape[2] if self._minima else MAX_ROWS
         tile = min(max(triton.next_power_of_2(rows), least), max_rows)
@@ -115,13 +115,13 @@ class QuantizedLinear:
 
 
 def pack(weight: torch.Tensor, planes: int, width: int) -> torch.Tensor:
-    """Numbers [out_features, in_features], of a byte where ``planes`` is 2 and of 4 bits where it is 4, to words.
+    """Pack numbers [out_features, in_features] into words: bytes if ``planes`` is 2, 4-bit numbers if it is 4.
 
-    A block is planes * width in_features, the last one padded with 0. Word j of a row of a block holds its numbers j,
-    j + width, j + 2 * width, ..., the first in the lowest bits.
+    A block has planes * width in_features; the last block is padded with 0. Word j of a row in a block holds the row's
+    numbers j, j + width, j + 2 * width, ..., the first of them in the lowest bits.
 
     Returns:
-        uint16 [blocks, out_features, width]: whichever rows of a block a program reads, they have no gaps.
+        uint16 [blocks, out_features, width]. The rows of a block that a program reads are contiguous.
     """
     block = planes * width
     numbers = _padded(weight, -(-weight.shape[1] // block) * block).to(torch.int16) & (0xFF if planes == 2 else 0xF)
@@ -132,37 +132,29 @@ def pack(weight: torch.Tensor, planes: int, width: int) -> torch.Tensor:
     return words.view(torch.uint16).transpose(0, 1).contiguous()
 
 
-def unpack(words: torch.Tensor, planes: int, in_features: int) -> torch.Tensor:
-    """What ``pack`` was given: int8 where a word holds two numbers, uint8 where it holds four."""
-    bits = 16 // planes
-    numbers = torch.stack([words.to(torch.int32) >> bits * plane & 2**bits - 1 for plane in range(planes)], 2)
-    numbers = numbers.permute(1, 0, 2, 3).reshape(words.shape[1], -1)[:, :in_features].to(torch.uint8).contiguous()
-    return numbers.view(torch.int8) if planes == 2 else numbers
-
-
 def _pair(scales: torch.Tensor, minima: torch.Tensor | None, groups: int) -> torch.Tensor:
-    """int32 [groups, out_features] of a scale and a minimum each; without minima [groups / 2, ...] of two scales."""
+    """Pairs of a scale and a minimum, int32 [groups, out_features]. Without minima of two scales, [groups / 2, ...]."""
     scales = _padded(scales, groups)
     pairs = scales.view(len(scales), -1, 2) if minima is None else torch.stack((scales, _padded(minima, groups)), 2)
     return pairs.contiguous().view(torch.int32)[:, :, 0].t().contiguous()
 
 
 def _backend() -> str:
-    """What kernels are compiled for, "cuda" or "hip"; or that they are "interpreted"."""
+    """The backend that kernels are compiled for, "cuda" or "hip", or "interpreted"."""
     if not isinstance(kernels.quantized_product, triton.JITFunction):
         return "interpreted"
     return str(triton.runtime.driver.active.get_current_target().backend)
 
 
 def _stages(backend: str, tile: int) -> int:
-    """Blocks that are on their way at once: what fits into 64 KiB on AMD's GPUs, into 160 on NVIDIA's."""
+    """Blocks to load ahead. They fit into 64 KiB of shared memory on AMD's GPUs and into 160 KiB on NVIDIA's."""
     if backend == "hip":
         return 2
     return 4 if tile <= 32 else 3
 
 
 def _warps(tile: int, width: int) -> int:
-    """As few as have the registers: what a warp does for each row of weights is done for more columns at once."""
+    """The fewest warps with enough registers, so that a warp reuses each row of weights for more columns."""
     return 2 if tile * width <= 512 else 4 if tile <= 32 else 8
 
 

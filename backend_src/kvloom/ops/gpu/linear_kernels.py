@@ -1,12 +1,12 @@
 """Products with weights of 8 and 4 bits, which are widened in registers.
 
-The product is transposed, weights first: their rows fill a matrix instruction whatever the number of rows of the input
-is, and weights go through registers into it (as in Marlin, Frantar et al., 2024, and Machete). Where the columns of
-programs do not fill a GPU, several share the sum over in_features; their parts are added in a fixed order.
+The product is transposed, weights first. So the weights' rows fill a matrix instruction for any number of input rows,
+and weights pass through registers (as in Marlin, Frantar et al., 2024, and Machete). If there are too few columns of
+programs for the GPU, several programs share the sum over in_features. Their parts are added in a fixed order.
 
-Weights are words of 16 bits that hold 2 or 4 numbers each, of as many *planes* of a block of in_features: what the same
-bits of a row's words hold are neighbours in the input, and a word is widened to bfloat16 in place. Scales and minima
-are pairs of fp16 in words of 32 bits, the smallest that are loaded ahead.
+Weights are 16-bit words of 2 or 4 numbers. A block of in_features has as many *planes*: the same bits of a row's words
+hold neighbouring inputs, and each plane is widened to bfloat16 in place. Scales and minima are pairs of fp16 in 32-bit
+words, the smallest size for asynchronous loads.
 """
 
 import triton
@@ -15,9 +15,9 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _bytes_to_bf16(place):
-    """Instructions that widen the signed bytes at a place of two words.
+    """PTX that widens the signed bytes at one place of two words to bfloat16.
 
-    7 bits become the mantissa of 128 + n, and the sign bit what makes -128 the double.
+    The lower 7 bits become the mantissa of 128 + n. The sign bit becomes -128 or, if it is set, -256, which is added.
     """
     shift = "mov.b32 w, $1;" if place == 0 else "shr.b32 w, $1, 8;"
     return (
@@ -28,7 +28,10 @@ def _bytes_to_bf16(place):
 
 @triton.constexpr_function
 def _fours_to_bf16(place, middle):
-    """Instructions that widen the 4 bits at a place of two words, less ``middle``: they are the mantissa of 128 + n."""
+    """PTX that widens the 4-bit numbers at one place of two words: they become the mantissa of 128 + n.
+
+    Then it subtracts 128 + ``middle``.
+    """
     shift = "mov.b32 n, $1;" if place == 0 else f"shr.b32 n, $1, {4 * place};"
     widen = "lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA;"
     less = {-128: "mov.b32 $0, n;", 8: "fma.rn.bf16x2 $0, n, one, c;"}[middle]
@@ -40,7 +43,7 @@ def _fours_to_bf16(place, middle):
 def _numbers(
     words, PLACE: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr
 ):
-    """What words uint16 hold at ``PLACE``, as floats: signed bytes of 2 planes, or 0 to 15 less ``MIDDLE`` of 4."""
+    """The numbers at ``PLACE`` in words, uint16, as floats: signed bytes, or 4-bit numbers minus ``MIDDLE``."""
     if PACKED and dtype == tl.bfloat16:
         code: tl.constexpr = _bytes_to_bf16(PLACE) if PLANES == 2 else _fours_to_bf16(PLACE, MIDDLE)
         return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -58,7 +61,7 @@ def _numbers(
 
 @triton.jit
 def _half(pair, PLACE: tl.constexpr):
-    """The fp16 in the low or high half of int32, as fp32."""
+    """The fp16 in the low or high half of an int32, as fp32."""
     return ((pair >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -68,19 +71,19 @@ def quantized_product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     MINIMA: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, rows, out_features] of x [rows, in_features] and words uint16 [blocks, out_features, WIDTH].
+    """Multiply x [rows, in_features] by words uint16 [blocks, out_features, WIDTH] to out [splits, rows, out_features].
 
-    PLANES is 2 for signed bytes, 4 for numbers of 4 bits; GROUP is how many planes have a scale together. pairs int32
-    are [groups, out_features] of a scale (low half) and a minimum where there are MINIMA, else [groups / 2,
-    out_features] of the scales of two groups. PACKED: widen two numbers by one instruction, on NVIDIA GPUs.
+    PLANES is 2 for signed bytes and 4 for 4-bit numbers. GROUP is the number of planes that share a scale. With MINIMA
+    pairs are int32 [groups, out_features] of a scale (low half) and a minimum, otherwise [groups / 2, out_features] of
+    the scales of two groups. PACKED widens two numbers per instruction, on NVIDIA GPUs.
     """
-    # minima take back what is left out of numbers of 4 bits, so that bfloat16 may stay at 128 + n, which costs nothing
+    # With minima bfloat16 numbers stay at 128 + n, which saves a subtraction. The minimum's term corrects that
     MIDDLE: tl.constexpr = 8 if not MINIMA else -128 if x.dtype.element_ty == tl.bfloat16 else 0
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     height = tl.full([], 0, tl.int64) + out_features
-    # rows beyond the last one repeat it and are not stored: no mask splits a load
+    # Rows after the last one repeat it and are not stored, because a mask would split the loads
     source_n = tl.minimum(n, out_features - 1)
     source_m = tl.minimum(m, rows - 1).to(tl.int64)
     k = tl.arange(0, WIDTH)
@@ -97,7 +100,7 @@ def quantized_product(
             numbers = _numbers(w, plane, PLANES, MIDDLE, y.dtype, PACKED)
             sums = tl.dot(numbers, y, sums, input_precision="ieee")
             if MINIMA:
-                # each row of this product is the inputs' sum: matrix instructions are idle, reductions would not be
+                # Each row of this product is the sum of the inputs. Matrix units are idle, while a reduction takes time
                 ones = tl.full([COLUMNS, WIDTH], 1.0, y.dtype)
                 inputs_sums = tl.dot(ones, y, inputs_sums, input_precision="ieee")
             if plane % GROUP == GROUP - 1:
@@ -120,7 +123,7 @@ def quantized_product(
 
 @triton.jit(do_not_specialize=["size", "parts_count"])
 def add_parts(parts, out, size, parts_count, BLOCK: tl.constexpr):
-    """out [size], the sum of parts fp32 [parts_count, size], always in the same order."""
+    """Compute out [size], the sum of parts, fp32 [parts_count, size], in a fixed order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -134,7 +137,7 @@ def quantized_rows(
     ids, words, pairs, out, out_features, in_features,
     PLANES: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
 ):  # fmt: skip
-    """out fp32 [T, in_features], the rows ``ids`` int64 [T] of a weight; the rest is as of ``quantized_product``."""
+    """Write rows ``ids``, int64 [T], of a weight to out, fp32 [T, in_features]. See also ``quantized_product``."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(ids + place)
     k = tl.arange(0, WIDTH)

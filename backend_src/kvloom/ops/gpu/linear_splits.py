@@ -1,20 +1,20 @@
-"""How many programs share the sum of a product with quantized weights. Without triton, since the planner asks too."""
+"""Chooses how many programs share a sum of a quantized product. It does not import triton, as the planner uses it."""
 
 COLUMNS = 128
-"""out_features of a program."""
+"""out_features per program."""
 
 MAX_ROWS = 64
-"""Rows of a program at most. More rows are as many programs, whose sums are not divided."""
+"""The most rows per program. More rows take more programs, and then sums are not split."""
 
 _LEAST_SHARE = 4
-"""Blocks below which a sum is not divided any further: so many are loaded ahead."""
+"""The least blocks per split, as many as are loaded ahead."""
 
 _PROGRAMS = 2
-"""Programs per multiprocessor whose loads in flight are enough for all of the bandwidth."""
+"""With this many programs per multiprocessor the loads in flight use the full memory bandwidth."""
 
 
 def split_count(out_features: int, blocks: int, multiprocessors: int) -> int:
-    """Programs that share a column's sum: of the weight's shape and the GPU alone, so that few rows don't change it."""
+    """The number of programs that share a column's sum. It depends on the weight's shape and the GPU, not on rows."""
     columns = -(-out_features // COLUMNS)
     split = 1
     while columns * split < multiprocessors * _PROGRAMS and blocks >= 2 * split * _LEAST_SHARE:
@@ -23,5 +23,5 @@ def split_count(out_features: int, blocks: int, multiprocessors: int) -> int:
 
 
 def max_parts_bytes(multiprocessors: int) -> int:
-    """Bytes of a product's parts at most, whatever its shape: fp32, of fewer than twice the programs asked for."""
+    """The most bytes of any product's parts: fp32 sums of fewer than twice the desired number of programs."""
     return 2 * multiprocessors * _PROGRAMS * COLUMNS * MAX_ROWS * 4

@@ -25,7 +25,7 @@ def _add_rms_norm(
 def add_rms_norm(
     residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kvloom.ops.norm.add_rms_norm``; one program per row, the row in registers."""
+    """See ``kvloom.ops.norm.add_rms_norm``. There is one program per row, which keeps the row in registers."""
     assert residual.is_contiguous() and (update is None or update.is_contiguous())
     width = residual.shape[1]
     count = residual.shape[0] if rows is None else rows.shape[0]
@@ -47,7 +47,7 @@ def add_rms_norm(
             WIDTH=width,
             BLOCK=block,
             GATHER=rows is not None,
-            # 8 numbers a thread: two 128-bit loads of the residual in flight, enough warps to hide the latency
+            # 8 numbers per thread: two 128-bit loads of the residual, and enough warps to hide their latency
             num_warps=min(max(block // 256, 1), 16),
         )
     return normed, total

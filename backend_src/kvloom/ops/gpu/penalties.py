@@ -1,4 +1,4 @@
-"""Changes to single scores in one launch, whatever they are made of."""
+"""Edits of single scores of all kinds, in one launch."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _rounded(x):
-    """To fp32 and back; an overflow must neither ban a token nor turn into NaN further on."""
+    """Round to fp32. It saturates, because infinity would ban a token or become NaN later."""
     return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST).to(tl.float32).to(tl.float64)
 
 

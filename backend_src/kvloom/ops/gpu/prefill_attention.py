@@ -1,31 +1,22 @@
-"""Prefill attention: sequences with several queries, ragged, each against its own blocks, in one launch.
+"""Prefill attention: sequences with several queries each, of different lengths, in one launch.
 
-FlashAttention-2 (Dao, 2023) over a paged cache: a program computes a tile of queries of one KV head. The query heads of
-the group are rows of the tile, so that keys and values are read once for all of them.
+This is FlashAttention-2 (Dao, 2023) over a paged cache. A program computes a tile of queries of one KV head. All query
+heads of the group are rows of the tile, so that keys and values are read once for all of them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kvloom.ops.gpu.attention_parts import (
-    TYPES,
-    architecture,
-    load_rows,
-    score_factors,
-    scores_of,
-    sees,
-    tile_at,
-    tiles_seen,
-)
-from kvloom.ops.gpu.page_mass import prefill_mass
+from kvloom.ops.gpu.attention_parts import LOG2_E, TYPES, architecture, load_rows
 
 
 @triton.jit
 def _sequence_of(query_starts, program, batch, QUERIES: tl.constexpr):
-    """The sequence of a program, where each has a program per started tile of queries, and one more at most.
+    """The sequence of a program. A sequence has one program per tile of queries, and at most one more.
 
-    Sequence b begins at program ``query_starts[b] // QUERIES + b``; the last that begins no later is the one.
+    The programs of sequence b begin at ``query_starts[b] // QUERIES + b``. A binary search finds the last sequence
+    that begins at or before the program.
     """
     low = 0
     high = batch
@@ -52,10 +43,7 @@ def _add_tile(
     position,
     length,
     kv_head,
-    inner,
-    outer,
-    window,
-    sinks,
+    factor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -64,35 +52,28 @@ def _add_tile(
     TOKEN_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take a tile of keys and values into the running softmax; without a mask every query sees all of it."""
+    """Add a tile of keys and values to the running softmax. Without a mask every query attends to the whole tile."""
     key = tile * TILE + tl.arange(0, TILE)
     inside = key < length
     block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0) if MASKED else tl.load(table + key // BLOCK_SIZE)
     at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (key % BLOCK_SIZE) * TOKEN_STRIDE
     keys = load_rows(k_cache, at, inside, HEAD_DIM, WIDTH, MASKED).to(COMPUTE)
     values = load_rows(v_cache, at, inside, HEAD_DIM, WIDTH, MASKED).to(COMPUTE)
-    scores = scores_of(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, outer, CAPPED)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * factor
     if MASKED:
-        # a query is itself inside, and so is all that it may see
-        seen = sees(position[:, None], key[None, :], window, sinks, WINDOWED)
-        scores = tl.where(seen, scores, float("-inf"))
+        # Keys up to a query's position are all inside, so no other mask is needed
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
-    base = larger
-    if WINDOWED:
-        # a query may see nothing of a tile that another one needs, and nothing before it
-        base = tl.where(larger > float("-inf"), larger, 0.0)
-    shares = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(largest - base)
+    shares = tl.exp2(scores - larger[:, None])
+    shrink = tl.exp2(largest - larger)
     total = total * shrink + tl.sum(shares, 1)
     mixed = tl.dot(shares.to(COMPUTE), values, acc=mixed * shrink[:, None], input_precision="ieee")
     return larger, total, mixed
 
 
-@triton.jit(do_not_specialize=["batch", "window", "sinks"])
+@triton.jit(do_not_specialize=["batch"])
 def _prefill(
     q,
     k_cache,
@@ -101,13 +82,9 @@ def _prefill(
     query_starts,
     seq_lens,
     out,
-    sums,
     table_stride,
     batch,
-    inner,
-    outer,
-    window,
-    sinks,
+    factor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -120,13 +97,10 @@ def _prefill(
     TOKEN_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WITH_SUMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    # the last tiles of a sequence see the most keys: they begin first
+    # The last tiles of a sequence have the most keys, so they start first
     program = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence = _sequence_of(query_starts, program, batch, QUERIES)
     start = tl.load(query_starts + sequence)
@@ -140,7 +114,7 @@ def _prefill(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     number = first + row // GROUP
-    # rows that are left over in the tile are queries past the chunk's end; what they see is not stored
+    # Other rows are queries past the chunk's end. Their results are not stored
     used = (row < QUERIES * GROUP) & (number < count)
     kept = used[:, None] & (column < HEAD_DIM)[None, :]
     head_row = (start + number).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
@@ -153,31 +127,22 @@ def _prefill(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     table = block_tables + sequence * table_stride
-    tiles, sink_tiles, window_tile = tiles_seen(before + first, before + last, window, sinks, TILE, WINDOWED)
-    tiles = tl.minimum(tiles, tl.cdiv(length, TILE))
-    whole = 0
-    if not WINDOWED:
-        # every query of the tile sees these as they are; padding, whose positions are negative, sees none
-        whole = tl.maximum(tl.minimum((before + first + 1) // TILE, tiles), 0)
-        for tile in tl.range(0, whole, num_stages=STAGES):
-            largest, total, mixed = _add_tile(
-                query, k_cache, v_cache, table, largest, total, mixed, tile, position, length, kv_head, inner, outer,
-                window, sinks, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, TILE, COMPUTE,
-                WINDOWED, CAPPED, False,
-            )  # fmt: skip
-    for step in tl.range(whole, tiles, num_stages=STAGES):
-        tile = tile_at(step, sink_tiles, window_tile, WINDOWED)
+    tiles = tl.cdiv(before + last + 1, TILE)
+    # Every query of the tile attends to these whole tiles. Padding has negative positions and so no tiles
+    whole = tl.maximum(tl.minimum((before + first + 1) // TILE, tiles), 0)
+    for tile in tl.range(0, whole, num_stages=STAGES):
         largest, total, mixed = _add_tile(
-            query, k_cache, v_cache, table, largest, total, mixed, tile, position, length, kv_head, inner, outer,
-            window, sinks, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, TILE, COMPUTE,
-            WINDOWED, CAPPED, True,
+            query, k_cache, v_cache, table, largest, total, mixed, tile, position, length, kv_head, factor,
+            HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, TILE, COMPUTE, False,
+        )  # fmt: skip
+    for tile in tl.range(whole, tiles, num_stages=STAGES):
+        largest, total, mixed = _add_tile(
+            query, k_cache, v_cache, table, largest, total, mixed, tile, position, length, kv_head, factor,
+            HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, TILE, COMPUTE, True,
         )  # fmt: skip
 
-    some = total > 0
-    divisor = tl.where(some, total, 1.0)
+    divisor = tl.where(total > 0, total, 1.0)
     tl.store(out + place, (mixed / divisor[:, None]).to(out.dtype.element_ty), mask=kept)
-    if WITH_SUMS:
-        tl.store(sums + head_row, tl.where(some, largest + tl.log2(divisor), 0.0), mask=used)
 
 
 def prefill_attention(
@@ -189,18 +154,13 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
-    *,
-    window: int = 0,
-    sinks: int = 0,
-    soft_cap: float = 0.0,
-    mass: torch.Tensor | None = None,
 ) -> None:
-    """``paged_attention`` of those sequences that have more than one query; the others' rows are left alone.
+    """``paged_attention`` of the sequences with more than one query. Other rows of ``out`` are not written.
 
-    The grid depends on T and B alone, so that nothing waits for the GPU to know the lengths.
+    The grid depends only on T and B, so that the host does not wait for the GPU to know the lengths.
 
     Args:
-        q: as of ``paged_attention``, and so are the others.
+        q: [T, heads, head_dim]; for the other arguments, too, see ``paged_attention``.
         k_cache: [blocks, kv_heads, block_size, head_dim].
         v_cache: like ``k_cache``.
         block_tables: int32 [B, M].
@@ -208,33 +168,14 @@ def prefill_attention(
         seq_lens: int32 [B].
         scale: factor on the scores.
         out: [T, heads, head_dim], written.
-        window: 0 or how many keys a query sees.
-        sinks: first keys that a window never hides.
-        soft_cap: 0 or the cap of scores.
-        mass: fp32 [B, kv_heads, M]; rows of sequences with more than one query are written.
     """
-    batch, pages = block_tables.shape
+    batch = len(seq_lens)
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = k_cache.shape[1:3]
     group = heads // kv_heads
     compute = torch.promote_types(q.dtype, k_cache.dtype)
     width = max(16, triton.next_power_of_2(head_dim))
     rows, tile, warps, stages = _sizes(width, group, compute)
-    inner, outer = score_factors(scale, soft_cap)
-    sums = torch.empty(tokens * heads if mass is not None else 0, dtype=torch.float32, device=q.device)
-    shape = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "WIDTH": width,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_STRIDE": k_cache.stride(0),
-        "HEAD_STRIDE": k_cache.stride(1),
-        "TOKEN_STRIDE": k_cache.stride(2),
-        "COMPUTE": TYPES[compute],
-        "WINDOWED": window > 0,
-        "CAPPED": soft_cap > 0,
-    }
     queries = rows // group
     _prefill[kv_heads, tokens // queries + batch](
         q,
@@ -244,36 +185,37 @@ def prefill_attention(
         query_starts,
         seq_lens,
         out,
-        sums,
         block_tables.stride(0),
         batch,
-        inner,
-        outer,
-        window,
-        sinks,
+        scale * LOG2_E,
+        KV_HEADS=kv_heads,
+        GROUP=group,
         ROWS=rows,
         QUERIES=queries,
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        BLOCK_STRIDE=k_cache.stride(0),
+        HEAD_STRIDE=k_cache.stride(1),
+        TOKEN_STRIDE=k_cache.stride(2),
         TILE=tile,
-        WITH_SUMS=mass is not None,
+        COMPUTE=TYPES[compute],
         STAGES=stages,
         num_warps=warps,
-        **shape,
     )
-    if mass is not None:
-        prefill_mass(q, k_cache, block_tables, query_starts, seq_lens, sums, mass, inner, outer, window, sinks, shape)
 
 
 def _sizes(width: int, group: int, compute: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows of queries and keys of a tile, warps, and stages of the pipeline.
+    """Query rows and keys per tile, warps, and pipeline stages.
 
-    The largest that spill no registers; products of fp32 have no matrix instruction that computes in fp32.
+    These are the largest that do not spill registers. fp32 has small tiles because it has no exact matrix instruction.
     """
     if compute is torch.float32:
         rows, tile, stages = 32, 16, 2
     elif width > 128:
         rows, tile, stages = 64, 32, 3
     elif architecture() == 90:
-        # the matrix instructions of Hopper take keys from shared memory, which leaves registers for more scores
+        # Hopper's matrix instructions read keys from shared memory, which leaves registers for more scores
         rows, tile, stages = 128, 64, 3
     else:
         rows, tile, stages = 128, 32, 3

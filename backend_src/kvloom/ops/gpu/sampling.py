@@ -1,19 +1,18 @@
-"""Choosing tokens on a GPU: a few passes over the scores, no sort, nothing that waits for the host.
+"""Chooses tokens on a GPU in a few passes over the scores, without a sort and without waiting for the host.
 
-All parameters are tensors with a number per row, memory depends on shapes alone, and so it can be captured in a graph.
-What a row gets does not depend on its neighbours, nor on the order in which programs run: weights are integers.
+All parameters are tensors with one number per row, and memory depends on shapes only, so a CUDA graph can record it. A
+row's token does not depend on other rows or on the order of programs, because weights are integers.
 
-The steps, one launch each, where tiles of ``TILE`` scores of a row are programs of their own in the first and third:
+There are four launches. In the first and the third, each tile of ``TILE`` scores of a row is one program.
 
-1. ``survey``: each tile's largest score and sums of exp; the largest score of every 32 neighbours.
-2. ``settle``: the likeliest token. For top-k and top-p a bound on what could be drawn: the k-th largest of the groups'
-   largest scores is no larger than the k-th largest score, and most often close to it (bucketed selection, as in Chern
-   et al., 2022); what the largest ones of the groups sum up to does as much for top-p.
-3. ``collect``: weights of the tiles; the few tokens within the bound.
-4. ``draw``: the thresholds of top-k and top-p and then the token drawn, each found by bisecting over the bits of the
-   scores (as radix selection does: RadiK, AIR Top-K by Zhang et al., 2023) with a sum of weights in place of a sort.
-   The tokens within the bound are in registers; where they are too many, that is where scores are flat, each step of
-   the bisection reads the row again.
+1. ``survey`` finds each tile's largest score and sums of exp, and the largest score of every 32 neighbours (a group).
+2. ``settle`` finds the most likely token. For top-k and top-p it also finds a bound on the tokens that may be sampled.
+   For top-k it is the k-th largest of the groups' largest scores, which is at most the k-th largest score and usually
+   close to it (bucketed selection, as in Chern et al., 2022). For top-p it comes from sums of these scores' weights.
+3. ``collect`` computes the weights of the tiles and collects the few tokens within the bound.
+4. ``draw`` finds the thresholds of top-k and top-p and then the token. It bisects over the bits of the scores and sums
+   weights instead of sorting (as in radix selection: RadiK; AIR Top-K by Zhang et al., 2023). The tokens within the
+   bound are in registers. If they are too many, since scores are flat, each bisection step reads the row again.
 """
 
 from dataclasses import dataclass
@@ -26,14 +25,14 @@ from kvloom.ops.gpu.penalties import edit, restore
 from kvloom.ops.penalties import Edits
 
 TILE = 4096
-"""Scores per program. Fixed, so that sums don't depend on the number of rows."""
+"""Scores per program. It is fixed, so that sums don't depend on the number of rows."""
 
 GROUP = 32
 FEW, MAX_FOUND = 1024, 8192
-"""Tokens that are drawn from in registers: as many as there mostly are, and as many as there may be."""
+"""The two sizes for sampling in registers: enough for most rows, and the largest one."""
 
 FINE, NOT_FINITE, STUCK = (int(state.value) for state in (kernels.FINE, kernels.NOT_FINITE, kernels.STUCK))
-"""States of a row: a token was chosen; its scores are not finite; every score is -inf."""
+"""The states of a row: a token was chosen; some score is not finite; every score is -inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class RowParams:
     """How each row's token is chosen; see ``kvloom.ops.sampling.sample``.
 
     Attributes:
-        temperature: fp32 [R]; 0: the likeliest token is taken, and the other parameters don't matter.
+        temperature: fp32 [R]; 0 is greedy and ignores the other parameters.
         min_p: fp32 [R].
-        top_k: int64 [R]; the vocabulary's size where it is off.
+        top_k: int64 [R]; the vocabulary's size for off.
         top_p: fp32 [R].
     """
 
@@ -59,8 +58,8 @@ class Choice:
 
     Attributes:
         tokens: int64 [R].
-        states: int32 [R], ``FINE``, ``NOT_FINITE`` or ``STUCK``; of the last two the token means nothing.
-        normalizers: fp32 [R], log of the sum of exp over a row of the raw logits.
+        states: int32 [R], ``FINE``, ``NOT_FINITE`` or ``STUCK``. Only with ``FINE`` the token is meaningful.
+        normalizers: fp32 [R], the log-sum-exp of each row of the raw logits.
     """
 
     tokens: torch.Tensor
@@ -70,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What ``survey`` finds in each tile; tensors of [R, tiles], ``groups`` of [R, tiles * TILE // GROUP]."""
+    """The results of ``survey`` per tile. Tensors are [R, tiles], ``groups`` is [R, tiles * TILE // GROUP]."""
 
     tops: torch.Tensor
     firsts: torch.Tensor
@@ -81,7 +80,7 @@ class Survey:
 
 
 def survey(scores: torch.Tensor, temperature: torch.Tensor | None) -> Survey:
-    """The first pass over scores fp32 [R, vocab]; without ``temperature`` fp32 [R] what greedy choice needs."""
+    """The first pass over scores, fp32 [R, vocab]. ``temperature`` is fp32 [R], or None if all rows are greedy."""
     assert scores.dtype is torch.float32 and scores.stride(1) == 1
     rows, vocab = scores.shape
     tiles = triton.cdiv(vocab, TILE)
@@ -116,14 +115,13 @@ def choose(
     uniform: torch.Tensor | None = None,
     raw: Survey | None = None,
 ) -> Choice:
-    """The next token of each row.
+    """Choose the next token of each row.
 
     Args:
-        scores: fp32 [R, vocab], rows contiguous; left as they are. For 128-bit loads a row's stride must be a multiple
-            of 16.
-        params: how each row's is chosen; None: all are the likeliest ones.
-        uniform: fp64 [R] in [0, 1); with ``params`` only.
-        raw: a survey of the raw logits where ``scores`` were edited since; it decides on ``NOT_FINITE``.
+        scores: fp32 [R, vocab] with contiguous rows. For 128-bit loads a row's stride must be a multiple of 16.
+        params: how to choose each row's token; None if all rows are greedy.
+        uniform: fp64 [R] in [0, 1), needed with ``params``.
+        raw: a survey of the raw logits, if ``scores`` were edited after it. It decides about ``NOT_FINITE``.
     """
     found = survey(scores, None if params is None else params.temperature)
     return _choose(scores, params, uniform, found, raw or found)
@@ -132,7 +130,7 @@ def choose(
 def _choose(
     scores: torch.Tensor, params: RowParams | None, uniform: torch.Tensor | None, found: Survey, raw: Survey
 ) -> Choice:
-    """As ``choose``, the first step being done."""
+    """The second to fourth launch of ``choose``."""
     rows, vocab = scores.shape
     tiles = triton.cdiv(vocab, TILE)
     choice = Choice(
@@ -140,7 +138,7 @@ def _choose(
     )
     if not rows:
         return choice
-    # without parameters the kernel reads none
+    # Without parameters the kernel does not read them
     fields = (None,) * 4 if params is None else (params.temperature, params.min_p, params.top_k, params.top_p)
     peaks = scores.new_empty(rows)
     counters = scores.new_empty(2, rows, dtype=torch.int32)
@@ -182,7 +180,7 @@ def _draw(
     cuts: torch.Tensor,
     found: torch.Tensor,
 ) -> None:
-    """Steps three and four: put the token drawn in place of the likeliest in rows that have a temperature."""
+    """The third and fourth launch. In rows with a temperature the sampled token replaces the most likely one."""
     rows, vocab = scores.shape
     tiles = triton.cdiv(vocab, TILE)
     masses = scores.new_empty(rows, tiles, dtype=torch.int64)
@@ -251,7 +249,7 @@ def sample(
 ) -> torch.Tensor:
     """See ``kvloom.ops.sampling.sample``."""
     found = survey(scores, temperature)
-    # a score of -inf is as good as any other here
+    # Scores may be -inf here
     found.broken.zero_()
     return _choose(scores, RowParams(temperature, min_p, top_k, top_p), uniform, found, found).tokens
 

@@ -1,8 +1,8 @@
-"""Kernels that choose tokens; how they work together is told in ``kvloom.ops.gpu.sampling``.
+"""Kernels that choose tokens. ``kvloom.ops.gpu.sampling`` describes how they work together.
 
-A score's *key* is the bits of how far it lies below its row's largest one after temperature: an int32 that grows as
-the score falls. Its *weight* is its probability times a constant, in fixed point: integers add up to the same sum in
-any order, so that nothing depends on how the work is divided.
+A score's *key* is the bit pattern of its distance from its row's largest score after temperature: an int32 that grows
+as the score falls. A score's *weight* is its probability times a constant in fixed point. Sums of integers are the same
+in any order, so results do not depend on how work is divided.
 """
 
 import triton
@@ -13,13 +13,13 @@ NOT_FINITE = tl.constexpr(1)
 STUCK = tl.constexpr(2)
 
 _IMPOSSIBLE = tl.constexpr(0x7F800000)
-"""The key of a score of -inf, the largest there is."""
+"""The key of a score of -inf, the largest key."""
 
 _NO_WEIGHT = tl.constexpr(0x41FA0000)
-"""The key of 31.25, from which on a weight rounds to 0."""
+"""The key of the distance 31.25. From there on a weight rounds to 0."""
 
 _WEIGHT_OF_LARGEST = tl.constexpr(17592186044416.0)
-"""2^44: the weights of 2^18 tokens fit into an int64, and one 2^-44 as likely as the likeliest still counts."""
+"""2^44. The weights of 2^18 tokens fit into an int64, and a token 2^-44 times as likely as the first still counts."""
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -27,13 +27,13 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _below(scores, peak, temperature):
-    """How far scores lie below the largest one, after temperature; never above 0."""
+    """The scores minus the largest score, after temperature. At most 0."""
     return (scores - peak) * (1.0 / tl.maximum(temperature, _SMALLEST_NORMAL))
 
 
 @triton.jit
 def _keys(scores, peak, temperature, min_p):
-    """Keys of scores; of those that min-p cuts the largest one, as of -inf."""
+    """Keys of scores. Scores that min-p removes get the key of -inf."""
     below = _below(scores, peak, temperature)
     below = tl.where(below < tl.log(min_p), float("-inf"), below)
     return tl.abs(below).to(tl.int32, bitcast=True)
@@ -41,7 +41,7 @@ def _keys(scores, peak, temperature, min_p):
 
 @triton.jit
 def _weights(keys):
-    """Weights int64 of keys."""
+    """The weights, int64, of keys."""
     below = keys.to(tl.float32, bitcast=True)
     return (tl.exp(-below) * _WEIGHT_OF_LARGEST + 0.5).to(tl.int64)
 
@@ -51,9 +51,9 @@ def survey(
     scores, stride, vocab, temperature, tops, firsts, sums, tempered, broken, groups,
     TILE: tl.constexpr, GROUP: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of a row: the largest score and its first place, sums of exp below it, and whether all are finite.
+    """Find a tile's largest score and its first place, the sum of exp relative to it, and whether all are finite.
 
-    For sampled rows also the sum after temperature, and the largest score of each group of neighbours.
+    With SAMPLED also the sum after temperature, and the largest score of each group of neighbours.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -64,7 +64,7 @@ def survey(
     top, first = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     below = x - tl.maximum(top, _LOWEST)
     tl.store(tops + out, top)
-    # the place of a NaN may be any
+    # With NaN the place may be out of range
     tl.store(firsts + out, tl.minimum(tile * TILE + first, vocab - 1))
     tl.store(sums + out, tl.sum(tl.exp(below), 0))
     tl.store(broken + out, tl.max((inside & ~(tl.abs(x) < float("inf"))).to(tl.int32), 0))
@@ -81,7 +81,7 @@ def settle(
     tokens, states, normalizers, peaks, cuts, found,
     TILES: tl.constexpr, GROUPS: tl.constexpr, PER_TILE: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Of a row: the likeliest token, the state, log of the sum of exp; and the largest key that could be drawn."""
+    """Find a row's most likely token, state and log-sum-exp, and the largest key that may be sampled."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < tiles
@@ -110,11 +110,11 @@ def settle(
             group = tl.arange(0, GROUPS)
             count = tiles * PER_TILE
             largest = tl.load(groups + row * count + group, mask=group < count, other=float("-inf"))
-            # min-p is left aside: without what it cuts top-p keeps no more than with it
+            # Min-p is ignored: after it top-p keeps at most the same tokens
             keys = tl.abs(_below(largest, peak, heat)).to(tl.int32, bitcast=True)
             by_count = k < vocab
             worth = tl.where(by_count, 1.0, tl.exp(-keys.to(tl.float32, bitcast=True)))
-            # fp32 sums may err by some millionths
+            # fp32 sums may be wrong by some millionths
             needed = tl.where(by_count, k.to(tl.float32), p * total * 1.001)
             low = tl.full([], 0, tl.int32)
             while low < cut:
@@ -123,7 +123,7 @@ def settle(
                 cut = tl.where(enough, middle, cut)
                 low = tl.where(enough, low, middle + 1)
             if k >= vocab:
-                # all tokens less likely than this together are less than what top-p leaves out
+                # All less likely tokens together have less probability than top-p removes
                 tail = -tl.log((1 - p) * total / vocab * 0.5)
                 cut = tl.minimum(cut, tail.to(tl.int32, bitcast=True))
         tl.store(cuts + row, cut)
@@ -134,7 +134,7 @@ def collect(
     scores, stride, vocab, temperature, min_p, top_k, top_p, states, peaks, cuts, found, masses, keys_found, ids_found,
     TILE: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a tile of a row; and where top-k or top-p are on, its tokens that could be drawn, in any order."""
+    """Compute a tile's weight. With top-k or top-p also collect the tokens that may be sampled, in any order."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     heat = tl.load(temperature + row)
@@ -155,10 +155,10 @@ def collect(
 
 @triton.jit
 def _up_to(key, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
-    """Tokens whose key is at most ``key``, among ``keys``, or where that is None in a whole row.
+    """Count the tokens with keys up to ``key``, among ``keys`` or, if that is None, in the whole row.
 
     Returns:
-        Their number and weight, int64 both; the largest of their keys, and the smallest of all others.
+        Their number and weight, both int64; their largest key; and the smallest key of the other tokens.
     """
     if keys is not None:
         inside = keys <= key
@@ -191,7 +191,7 @@ def _up_to(key, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
 def _reach(target, BY_COUNT: tl.constexpr, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
     """The smallest key up to which the number or the weight of tokens reaches ``target``, by bisection.
 
-    Bounds are keys that are there, so that it ends after about as many steps as the number of keys has bits.
+    The bounds are always existing keys, so the number of steps is about the number of bits of the count of keys.
     """
     low = tl.full([], 0, tl.int32)
     high = tl.full([], _IMPOSSIBLE, tl.int32)
@@ -206,7 +206,7 @@ def _reach(target, BY_COUNT: tl.constexpr, keys, scores, vocab, peak, heat, min_
 
 @triton.jit
 def _draw_ranked(u, k, p, whole, keys, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
-    """The key that is drawn, and the place among the tokens of this key, by id."""
+    """Sample by rank. Returns the token's key, and its place by id among the tokens with this key."""
     if k < vocab:
         last = _reach(k, True, keys, scores, vocab, peak, heat, min_p, TILE)
         count, mass, _, _ = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
@@ -217,7 +217,7 @@ def _draw_ranked(u, k, p, whole, keys, scores, vocab, peak, heat, min_p, TILE: t
         last = _reach(limit, False, keys, scores, vocab, peak, heat, min_p, TILE)
         count, mass, _, _ = _up_to(last - 1, keys, scores, vocab, peak, heat, min_p, TILE)
         weight = tl.maximum(_weights(last), 1)
-        # the token that takes the sum to the limit still belongs to the nucleus, and so the first always does
+        # The nucleus includes the token at which the sum reaches the limit, and so always the first token
         kept = tl.minimum(mass + (limit - mass + weight - 1) // weight * weight, whole)
     drawn = tl.minimum((u * kept.to(tl.float64)).to(tl.int64), kept - 1)
     key = _reach(drawn + 1, False, keys, scores, vocab, peak, heat, min_p, TILE)
@@ -227,7 +227,7 @@ def _draw_ranked(u, k, p, whole, keys, scores, vocab, peak, heat, min_p, TILE: t
 
 @triton.jit
 def _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MAX_FOUND: tl.constexpr):
-    """The token that is drawn from ``count`` ones found, all in registers."""
+    """Sample from ``count`` collected tokens, all in registers."""
     place = tl.arange(0, MAX_FOUND)
     keys = tl.load(keys_found + place, mask=place < count, other=_IMPOSSIBLE)
     key, rank = _draw_ranked(u, k, p, whole, keys, None, vocab, 0.0, 0.0, 0.0, MAX_FOUND)
@@ -238,7 +238,7 @@ def _draw_found(u, k, p, whole, count, keys_found, ids_found, vocab, MAX_FOUND: 
 
 @triton.jit
 def _draw_from_row(u, k, p, whole, scores, vocab, peak, heat, min_p, TILE: tl.constexpr):
-    """The token that is drawn from all of a row."""
+    """Sample from the whole row, which is read again in every step."""
     key, rank = _draw_ranked(u, k, p, whole, None, scores, vocab, peak, heat, min_p, TILE)
     token = 0
     seen = 0
@@ -260,7 +260,7 @@ def draw(
     keys_found, ids_found, tokens,
     TILE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Invert a row's cumulative distribution at ``uniform``: by rank where top-k or top-p are on, else by id."""
+    """Invert a row's cumulative distribution at ``uniform``, by rank with top-k or top-p and by id otherwise."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     if (tl.load(states + row) == FINE) & (heat >= _SMALLEST_NORMAL):
@@ -297,7 +297,7 @@ def draw(
 
 @triton.jit
 def finish(logits, stride, states, normalizers, tokens, logprobs):
-    """A row's log probability of its token under the raw logits; less than 0 in the token's place if it has none."""
+    """Write the token's log probability under the raw logits. A row without a token gets its negative state instead."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     state = tl.load(states + row)
