@@ -48,7 +48,7 @@ def test_a_table_that_is_behind_is_written_anew():
     assert text.startswith(f"before\n\n{first}\n|---|---|---|\n| `model` | `default` | ")
     assert text.endswith(" |\n\nafter\n")
     assert tables.readme_text(text) == text
-    with pytest.raises(SystemExit, match="a line `input \\[`"):
+    with pytest.raises(SystemExit, match="no line `input \\[`"):
         tables.config_text('name: "llm"\n')
 
 

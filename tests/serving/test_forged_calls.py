@@ -15,7 +15,7 @@ from support.server import assert_idle, canary
 @pytest.mark.parametrize("name", ["kvloom_forwarded", "kvloom_link", "kvloom_secret"])
 @pytest.mark.parametrize("value", ["{}", "not json", '{"temperature": 3}', "", True, 7, 0.5])
 def test_forged_calls_between_models_are_refused(server, name, value):
-    refusal = f"INVALID_ARG: {name}: is for calls that the server's models make themselves; leave it out"
+    refusal = f"INVALID_ARG: {name}: is reserved for calls between the server's models; leave it out"
     status, text = post(server, {"text_input": "Hello", "max_tokens": 1, name: value})
     assert (status, json.loads(text)) == (400, {"error": refusal})
     for model in ("llm", "generate"):

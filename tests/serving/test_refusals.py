@@ -56,7 +56,7 @@ def test_what_is_wrong_in_kv_is_named_as_kvs(key, wrong):
     [
         ({"policy": "sliding"}, "kv.policy: Input should be 'auto' or 'full'"),
         ({"dtype": "int8"}, "kv.dtype: Input should be 'auto', 'fp32' or 'bf16'"),
-        ({"dtype": "bf16"}, "kv.dtype: 'bf16': this server's cache is fp32 (its setting kv_dtype)"),
+        ({"dtype": "bf16"}, "kv.dtype: 'bf16': this server's cache is fp32 (setting kv_dtype)"),
         ({"window": 64}, "kv.window: unknown key; known: dtype, policy, retain_s"),
     ],
 )
@@ -84,7 +84,7 @@ def test_an_input_among_the_sampling_keys_is_told(name, hint):
     tensors = {"sampling_parameters": np.array([[json.dumps({name: 1}).encode()]], dtype=object)}
     with pytest.raises(InvalidArgument) as refused:
         sampling_params(tensors, {}, 100)
-    assert str(refused.value) == f"INVALID_ARG: {name}: is an input of its own, and no sampling key{hint}"
+    assert str(refused.value) == f"INVALID_ARG: {name}: is an input of its own, not a sampling key{hint}"
 
 
 def test_an_unknown_key_is_told_all_that_it_may_have_meant():
@@ -113,7 +113,7 @@ class Given:
 @pytest.mark.parametrize(
     ("name", "shape", "wrong"),
     [
-        ("end_id", (1, 1), "is not an input of kvloom's, though the model's config.pbtxt declares it"),
+        ("end_id", (1, 1), "kvloom has no such input, though the model's config.pbtxt declares it"),
         ("max_tokens", (1, 2), "has shape [1, 2]; send [1, 1]"),
         ("max_tokens", (1,), "has shape [1]; send [1, 1]"),
         ("input_ids", (2, 3), "has shape [2, 3]; send [1, n]"),

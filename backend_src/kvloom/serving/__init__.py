@@ -1,1 +1,1 @@
-"""The models that Triton's Python backend runs: the only code that knows Triton."""
+"""The models that Triton's Python backend runs. No other code uses Triton's Python API."""

@@ -1,4 +1,4 @@
-"""The thread that notices who left. Knows nothing of the engine."""
+"""The thread that notices clients which have cancelled or disconnected. Does not depend on the engine."""
 
 import logging
 import threading
@@ -11,33 +11,33 @@ from kvloom.faults import logged
 log = logging.getLogger(__name__)
 
 CANCEL_POLL_S = 0.1
-"""Seconds between two rounds of looking for who left."""
+"""Seconds between two rounds of checks."""
 
 MAX_LOOKS = 96
-"""Requests that a round looks at. A look takes about 30 microseconds, so this is at most 3 % of a core."""
+"""At most so many requests are checked per round. A check takes about 30 microseconds, so they take 3 % of a core."""
 
 
 class Watched(Protocol):
-    """What the watcher needs of a ``Sender``.
+    """The part of a ``Sender`` that the watcher uses.
 
     Attributes:
-        closed: its final mark was sent.
-        left: nobody waits for what is on its way.
+        closed: whether the final response was sent.
+        left: whether the client no longer waits for responses.
     """
 
     closed: bool
     left: bool
 
     def cancelled(self) -> bool:
-        """Look whether nobody waits for what is on its way, see ``left``."""
+        """Check whether the client has left, and return ``left``."""
         ...
 
 
 class CancelWatcher:
-    """Looks regularly for clients that cancelled or went away; where there are many, at some of them in each round."""
+    """Checks regularly which clients have cancelled or disconnected. If there are many, a round checks some of them."""
 
     def __init__(self) -> None:
-        # those that were not looked at for longest come first
+        # The request whose last check is the longest ago comes first
         self._watched: dict[Watched, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -45,7 +45,7 @@ class CancelWatcher:
         self._thread.start()
 
     def watch(self, sender: Watched, on_cancel: Callable[[], None]) -> None:
-        """Call ``on_cancel`` once if nobody waits any more before the answer is over; it must not block."""
+        """Call ``on_cancel`` once if the client leaves before its answer has ended. ``on_cancel`` must not block."""
         with self._lock:
             self._watched[sender] = on_cancel
 
@@ -64,7 +64,7 @@ class CancelWatcher:
                         on_cancel()
 
     def _round(self) -> list[tuple[Watched, Callable[[], None]]]:
-        """Whom to look at, who are the last ones from now on; forgets those whose answers are over."""
+        """Take the requests to check and move them to the end of the line. Forgets requests that have ended."""
         with self._lock:
             self._watched = {
                 sender: on_cancel for sender, on_cancel in self._watched.items() if sender.left or not sender.closed

@@ -1,4 +1,4 @@
-"""The `control` input: acts on conversations and on the server, outside of any answer."""
+"""The `control` input, which acts on conversations and on the server instead of asking for an answer."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from kvloom.request import Delta, FinishReason, Sink
 from kvloom.serving.inputs import Inputs, json_object, one, validate
 
 if TYPE_CHECKING:
-    # `generate` needs no engine
+    # `generate` imports this module and must not load the engine
     from kvloom.conversation.turn_scheduler import TurnScheduler
     from kvloom.engine.thread import EngineThread
 
@@ -26,10 +26,10 @@ class Control(BaseModel):
     """The keys of the `control` JSON.
 
     Attributes:
-        op: what to do.
-        conversation: to which conversation; the request's own where it is absent.
-        admin_token: for ``drain``: the server's.
-        timeout_s: for ``drain``: seconds that running answers get; as long as they need where it is absent.
+        op: the operation.
+        conversation: the conversation to act on. Default: the request's own.
+        admin_token: the server's admin token, for ``drain``.
+        timeout_s: for ``drain``: the seconds that running answers get to finish. Default: no limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -44,7 +44,7 @@ def read_control(inputs: Inputs) -> Control:
     """Read and check the `control` input.
 
     Raises:
-        InvalidArgument: naming the key and what it takes.
+        InvalidArgument: a key is unknown or wrong. The message names it and what it takes.
     """
     control = validate(Control, json_object("control", one(inputs, "control")), "control")
     for key in ("admin_token", "timeout_s"):
@@ -56,18 +56,18 @@ def read_control(inputs: Inputs) -> Control:
 def act(
     control: Control, own: ConversationId, engine_thread: "EngineThread", kv_dtype: str, admin_token: str, sink: Sink
 ) -> None:
-    """Do what a control request asks for, between two steps; its answer, or why there is none, goes to ``sink``.
+    """Carry out a control request, between two steps. The answer or the error goes to ``sink``.
 
     Args:
-        control: what to do.
-        own: the request's own conversation, meant where the control names none.
-        engine_thread: does it.
-        kv_dtype: dtype of the cache, for status.
-        admin_token: the setting of that name.
-        sink: of the request.
+        control: the control request.
+        own: the id of the request's own conversation, which is used if ``control`` names none.
+        engine_thread: carries out the operation.
+        kv_dtype: the dtype of the KV cache, for ``status``.
+        admin_token: the setting ``admin_token``.
+        sink: the request's sink.
 
     Raises:
-        InvalidArgument: drain without the right token.
+        InvalidArgument: ``drain`` was sent without the right token.
     """
     conversation = own if control.conversation is None else control.conversation
 

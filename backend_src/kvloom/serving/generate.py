@@ -1,4 +1,4 @@
-"""The `generate` model: the stateless door. Forwards each request to `llm` as a conversation of one turn."""
+"""The `generate` model, the stateless endpoint. Forwards each request to `llm` as a conversation of one turn."""
 
 import json
 import logging
@@ -26,24 +26,25 @@ from kvloom.serving.tensors import tensor
 log = logging.getLogger(__name__)
 
 ENGINE, DEFAULT_ENGINE = "engine", "llm"
-"""The parameter in config.pbtxt that names the model to forward to, and what it is where there is none."""
+"""The parameter in config.pbtxt that names the model to forward to, and its default."""
 
 STREAM_INTERVAL_MS = 50
-"""Least time between forwarded responses: each costs about 0.4 ms of processor time on its way."""
+"""Minimum time between forwarded responses. Forwarding one takes about 0.4 ms of CPU time."""
 
 
 CANCEL_AGAIN_S = 0.2
-"""Seconds after which a cancel that did not end the answer is repeated."""
+"""Seconds after which a cancel is repeated if the answer has not ended."""
 
 
 class GenerateModel:
-    """What Triton calls. Each request is forwarded by a thread of its own, which waits for the answer's responses.
+    """The class that Triton calls. A separate thread forwards each request and waits for its responses.
 
-    The number of threads is bounded by what `llm` lets in: it refuses the rest at once.
+    The number of threads is bounded by the number of requests that `llm` accepts, because `llm` refuses the rest at
+    once.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Start watching for clients that leave."""
+        """Read the settings and start watching for clients that leave."""
         logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
         close_to_others()
         try:
@@ -57,7 +58,7 @@ class GenerateModel:
         self._calls = Calls()
 
     def execute(self, requests: list[Any]) -> None:
-        """Start forwarding; returns at once."""
+        """Start to forward the requests, and return at once."""
         for request in requests:
             sender = Sender(request)
             try:
@@ -66,12 +67,12 @@ class GenerateModel:
                 self._watcher.watch(sender, forward.cancel)
                 continue
             except RequestError as error:
-                # its text: the error itself would hold this frame, and the request in it, in a cycle
+                # Only the text is kept: the error refers to this frame and so would keep the request alive in a cycle
                 refusal = str(error)
-            except Exception as error:  # noqa: BLE001 Triton would fail every request of the batch
-                log.exception("request %s could not be forwarded", request.request_id())
+            except Exception as error:  # noqa: BLE001 otherwise Triton fails every request of the batch
+                log.exception("could not forward request %s", request.request_id())
                 refusal = str(Internal(f"the request could not be forwarded: {error}"))
-            with logged(log, "a client could not be told of it"):
+            with logged(log, "could not send a client its error"):
                 sender.fail(refusal)
 
     def finalize(self) -> None:
@@ -81,7 +82,7 @@ class GenerateModel:
 
 
 class _Forward:
-    """One request on its way to the engine and back."""
+    """Forwards one request to the engine's model and its responses to the client."""
 
     def __init__(self, request: Any, sender: Sender, calls: Calls, engine: str, secret: str):
         read_parameters(request.parameters(), None)
@@ -98,11 +99,11 @@ class _Forward:
         ours = [
             tensor("stream", options.stream is True),
             tensor("stream_interval_ms", max(STREAM_INTERVAL_MS, options.stream_interval_ms)),
-            # tells which response is the last one
+            # Needed to recognize the last response
             tensor("return_finish_reason", True),
         ]
         names = {own.name() for own in ours}
-        # copies: what the request holds lies in shared memory that may be gone when the call is made
+        # Copies: the request's tensors lie in shared memory that Triton may free before the call is made
         given = [pb_utils.Tensor(name, np.array(value)) for name, value in inputs.items() if name not in names]
         self._call = call(
             engine,
@@ -115,16 +116,16 @@ class _Forward:
         )
 
     def run(self) -> None:
-        """Pass the answer's responses on as they come; the last one ends the request."""
+        """Forward the responses as they come. The last one ends the request."""
         try:
             for response in self._calls.responses(self._call):
                 try:
                     self._pass_on(response)
-                except Exception as error:  # noqa: BLE001 the responses are read to the end, see `Calls`
+                except Exception as error:  # noqa: BLE001 the responses must be read to the end, see `Calls`
                     self._give_up(error)
             if not self._sender.closed:
                 self._sender.fail(str(Internal("llm ended its answer without a last response")))
-        except Exception as error:  # noqa: BLE001 its client would wait for ever
+        except Exception as error:  # noqa: BLE001 otherwise the client waits for ever
             self._give_up(error)
         finally:
             self._ended.set()
@@ -133,7 +134,7 @@ class _Forward:
         if response.has_error():
             self._sender.fail(_error_text(response.error().message()))
             return
-        # copies, likewise: Triton may still read what was sent when this response is freed
+        # Copies: Triton may still read the tensors that were sent when this response is freed
         outputs = {output.name(): np.array(output.as_numpy()) for output in response.output_tensors()}
         if not outputs:
             return
@@ -146,30 +147,30 @@ class _Forward:
         self._sender.send(tensors, bool(reason))
 
     def _give_up(self, error: Exception) -> None:
-        """End the request after a fault; the watcher then cancels what `llm` still does for it."""
-        log.exception("forwarding failed")
+        """End the request with an error. The watcher then cancels the answer in `llm`."""
+        log.exception("could not forward an answer")
         ours = isinstance(error, pb_utils.TritonModelException)
-        with logged(log, "a client could not be told of it"):
+        with logged(log, "could not send a client its error"):
             self._sender.give_up(_error_text(str(error)) if ours else str(Internal(f"forwarding failed: {error}")))
 
     def cancel(self) -> None:
-        """Tell `llm` that nobody waits for the answer any more; its last response ends the request, if need be."""
+        """Cancel the answer in `llm`. Its last response ends the request unless it has already ended."""
         threading.Thread(target=self._cancel, name="kvloom-forward-cancel", daemon=True).start()
 
     def _cancel(self) -> None:
         control = json.dumps({"op": "cancel", "conversation": self._conversation})
         while True:
-            with logged(log, "an answer that nobody waits for could not be cancelled"):
+            with logged(log, "could not cancel an answer whose client has left"):
                 for response in self._calls.responses(control_call(self._engine, control)):
                     if response.has_error():
-                        log.info("cancel: %s", response.error().message())
-            # the request itself may still be on its way to `llm`, which then does not know it yet
+                        log.info("could not cancel an answer: %s", response.error().message())
+            # The cancel may reach `llm` before the request does, and then has no effect
             if self._ended.wait(CANCEL_AGAIN_S):
                 return
 
 
 def _error_text(text: str) -> str:
-    """`llm`'s error as it is; Triton's expiry of a call as what it means."""
+    """The error text for the client: `llm`'s own text, or a clear one if the call timed out in Triton's queue."""
     if "timeout" in text.lower() and "expired" in text.lower():
         return str(Unavailable(f"no free slot for the request within {QUEUE_TIMEOUT_US // 1_000_000} s"))
     return text

@@ -1,4 +1,4 @@
-"""Reading a request's tensors, and the JSON objects that some of them hold: plain numpy, for both models."""
+"""Reads a request's tensors and the JSON objects in them. Both models use it; it needs only numpy."""
 
 import json
 import re
@@ -13,16 +13,16 @@ from kvloom.errors import InvalidArgument
 from kvloom.serving.interface import INPUTS, Part, inputs_of
 
 MAX_BYTES = 2**24
-"""The most bytes of a STRING input: decoding and parsing hold up everybody else."""
+"""Maximum size of a STRING input in bytes. Decoding and parsing it delays all other requests."""
 
 Inputs = Mapping[str, np.ndarray]
-"""The inputs of a request by name, each of shape [1, n]."""
+"""A request's inputs by name, each of shape [1, n]."""
 
 _NUMBERS = {
     int: re.compile(r"[+-]?[0-9]{1,30}"),
     float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
 }
-"""How numbers look in a string."""
+"""The forms of numbers that clients may write as strings."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,17 +33,17 @@ _FLAGS = inputs_of(Part.OUTPUT)
 
 
 def read(request: Any) -> Inputs:
-    """The inputs of a ``pb_utils.InferenceRequest``.
+    """Read the inputs of a ``pb_utils.InferenceRequest``.
 
     Raises:
-        InvalidArgument: one has another shape than it should or is too long, or a config.pbtxt declares what kvloom
-            does not know.
+        InvalidArgument: an input has a wrong shape or is too long, or kvloom does not know it, though config.pbtxt
+            declares it.
     """
     inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     for name, value in inputs.items():
         declared = _DECLARED.get(name)
         if declared is None:
-            raise InvalidArgument(name, "is not an input of kvloom's, though the model's config.pbtxt declares it")
+            raise InvalidArgument(name, "kvloom has no such input, though the model's config.pbtxt declares it")
         if value.ndim != 2 or value.shape[0] != 1 or (value.shape[1] != 1 and not declared.many):
             raise InvalidArgument(name, f"has shape {list(value.shape)}; send {declared.shape}")
         if value.dtype == np.object_ and (size := sum(map(len, value.flat))) > MAX_BYTES:
@@ -52,10 +52,10 @@ def read(request: Any) -> Inputs:
 
 
 def prompt_kind(inputs: Inputs) -> str:
-    """Which prompt a request has.
+    """The name of the input that is the request's prompt.
 
     Raises:
-        InvalidArgument: none, or several.
+        InvalidArgument: the request has none or several of them.
     """
     given = [name for name in _PROMPTS if name in inputs]
     if len(given) != 1:
@@ -64,24 +64,24 @@ def prompt_kind(inputs: Inputs) -> str:
 
 
 def outputs_asked_for(inputs: Inputs) -> frozenset[str]:
-    """Names of the optional outputs that a request asks for."""
+    """The names of the optional outputs that a request asks for."""
     return frozenset(flag.key for flag in _FLAGS if flag.name in inputs and one(inputs, flag.name))
 
 
 def many(inputs: Inputs, name: str) -> list[Any]:
-    """The elements of an input as Python values; strings decoded.
+    """The elements of an input as Python values, with strings decoded.
 
     Raises:
-        InvalidArgument: not UTF-8.
+        InvalidArgument: a string is not UTF-8.
     """
     return [_decoded(name, item) if isinstance(item, bytes) else item for item in inputs[name][0].tolist()]
 
 
 def one(inputs: Inputs, name: str) -> Any:
-    """The only element of an input as a Python value; a string decoded.
+    """The only element of an input as a Python value, with a string decoded.
 
     Raises:
-        InvalidArgument: not UTF-8.
+        InvalidArgument: the string is not UTF-8.
     """
     return many(inputs, name)[0]
 
@@ -90,7 +90,7 @@ def json_object(name: str, text: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        InvalidArgument: it is not one.
+        InvalidArgument: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -108,33 +108,33 @@ def validate(
     prefix: str = "",
     inputs: Collection[str] = (),
 ) -> Model:
-    """Check keys against a pydantic model, as strictly as JSON can be checked.
+    """Check a client's keys against a pydantic model.
 
-    But "5" and "true" are 5 and true, and null is as good as absent.
+    Types are checked strictly, except that "5" and "true" count as 5 and true, and null as absent.
 
     Args:
-        model: what the keys may be.
-        keys: a client's.
-        field: the input that they are of, named where no single key is at fault.
-        prefix: comes before a key's name in errors.
-        inputs: names that a key may have been meant for, as a tensor.
+        model: the pydantic model.
+        keys: the client's keys and values.
+        field: the name of the input that holds the keys. Errors name it if they concern no single key.
+        prefix: put before a key's name in errors.
+        inputs: the names of all inputs. If an unknown key is one of them, the error says so.
 
     Raises:
-        InvalidArgument: in the contract's form, for the first key at fault.
+        InvalidArgument: a key is unknown or wrong. The message names the first one.
     """
     try:
-        # through JSON, where a list is a tuple and "5" is the only way to write the key 5
+        # Validated as JSON, because strict mode then takes a list for a tuple and the key "5" for 5
         absent = {key for key, value in keys.items() if value is None and key in model.model_fields}
         given = {key: _plain(model, key, value) for key, value in keys.items() if key not in absent}
         return model.model_validate_json(json.dumps(given))
     except ValidationError as error:
-        # without the context: a validator's own error in it, and its frames, would hold this request in a cycle
+        # Without the context: it holds the validator's own error, whose frames would keep the request in a cycle
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         key = prefix + _printable(str(first["loc"][0])) if first["loc"] else field
         if first["type"] == "extra_forbidden":
             if key in inputs:
                 hint = f"; the key is {_KEYS[key]}" if key in _KEYS else ""
-                raise InvalidArgument(key, f"is an input of its own, and no sampling key{hint}") from error
+                raise InvalidArgument(key, f"is an input of its own, not a sampling key{hint}") from error
             known = f"unknown key; known: {', '.join(model.model_fields)}"
             others = [name for name in inputs if name not in model.model_fields]
             raise InvalidArgument(key, known + (f"; inputs: {', '.join(others)}" if others else "")) from error
@@ -142,7 +142,7 @@ def validate(
 
 
 def _plain(model: type[BaseModel], key: str, value: Any) -> Any:
-    """A number or a boolean that a client wrote as a string, as genai-perf and vLLM's samples for Triton do."""
+    """Convert a string to a number or a boolean if the key takes one. genai-perf and vLLM's samples send strings."""
     if not isinstance(value, str) or key not in model.model_fields:
         return value
     kinds = {kind for kind in _kinds(model.model_fields[key].annotation) if kind is not NoneType}
@@ -155,7 +155,7 @@ def _plain(model: type[BaseModel], key: str, value: Any) -> Any:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types of a field."""
+    """The types in a field's annotation, without unions and constraints."""
     if get_origin(annotation) in (Union, UnionType):
         for kind in get_args(annotation):
             yield from _kinds(kind)
@@ -166,7 +166,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _printable(key: str) -> str:
-    """A client's own key, as an error may show it."""
+    """A client's key in a form that is safe in an error message."""
     return ascii(key)[1:61] if len(key) > 60 or not key.isprintable() else key
 
 

@@ -1,4 +1,4 @@
-"""Threads that read requests: those to one conversation in their order, and nobody waits for another's long text."""
+"""Threads that read requests. They keep the order within a conversation; conversations do not wait for each other."""
 
 import logging
 import queue
@@ -12,14 +12,15 @@ from kvloom.faults import logged
 log = logging.getLogger(__name__)
 
 READERS = 2
-"""Tokenizing lets other threads run, parsing JSON and rendering chats do not: more would hold up the engine thread."""
+"""Number of threads. Tokenizing releases Python's lock, but parsing JSON and rendering chats hold it, so that more
+threads would delay the engine thread."""
 
 
 class Intake:
-    """Calls functions in threads of its own, those for one conversation one after the other."""
+    """Runs jobs in its own threads. Jobs for the same conversation run one after the other, in their order."""
 
     def __init__(self) -> None:
-        # what is to be called for whom, the one that is being called included
+        # The waiting jobs of each conversation, including the running one
         self._jobs: dict[ConversationId, deque[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[ConversationId | None] = queue.SimpleQueue()
@@ -30,7 +31,7 @@ class Intake:
             thread.start()
 
     def put(self, conversation: ConversationId, job: Callable[[], None]) -> None:
-        """Let a function be called after those that were put for this conversation before; never waits."""
+        """Queue a job behind the conversation's other jobs. Never blocks."""
         with self._lock:
             waiting = self._jobs.setdefault(conversation, deque())
             waiting.append(job)
@@ -39,9 +40,10 @@ class Intake:
         self._ready.put(conversation)
 
     def do(self, conversation: ConversationId, job: Callable[[], None]) -> None:
-        """Call a function at once, in this thread, unless something was put for this conversation: then after that.
+        """Run a job at once in this thread, or queue it if the conversation has unfinished jobs.
 
-        For what is quickly done and must not wait for the long texts of others. Of the same thread as ``put``.
+        Meant for short jobs, which should not wait for other conversations' long texts. Call it from the same thread
+        as ``put``.
         """
         with self._lock:
             pending = conversation in self._jobs
@@ -51,7 +53,7 @@ class Intake:
             job()
 
     def stop(self) -> None:
-        """Call what is left, then end the threads; nothing is put any more."""
+        """Finish all jobs, then end the threads. Nothing may be put afterwards."""
         with self._lock:
             last = list(self._jobs)
         for conversation in last:
@@ -73,5 +75,5 @@ class Intake:
                 if not waiting:
                     del self._jobs[conversation]
                     continue
-            # behind the others
+            # Other conversations take their turn first
             self._ready.put(conversation)

@@ -1,7 +1,7 @@
 """The inputs and outputs of kvloom's models, each declared once.
 
-The parser and the responses follow from these rows. So do every model's config.pbtxt and the README's tables, which
-`make tables` writes. A test holds the client's keywords to them.
+The parser and the responses use these rows. `make tables` writes them into every model's config.pbtxt and into the
+README's tables. A test checks that the client's keywords agree with them.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -9,33 +9,33 @@ from enum import Enum, auto
 from typing import Literal
 
 Type = Literal["STRING", "BOOL", "INT32", "UINT32", "UINT64", "FP32"]
-"""Triton's name of a data type, as in config.pbtxt. Clients write BYTES for STRING."""
+"""Triton's data types as config.pbtxt names them. Clients call STRING BYTES."""
 
 
 class Part(Enum):
-    """What an input is for."""
+    """The purpose of an input."""
 
     PROMPT = auto()
-    """The prompt, or what to do instead of an answer. Every request has exactly one of these."""
+    """A prompt or a control request. Every request has exactly one of these."""
     SAMPLING = auto()
-    """One key of the sampling parameters."""
+    """A sampling key."""
     OPTION = auto()
     """A field of ``Options``."""
     JSON = auto()
-    """An object whose keys are checked one by one."""
+    """A JSON object with several keys."""
     OUTPUT = auto()
-    """Asks for one output."""
+    """Asks for an optional output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as clients see it.
+    """A tensor of the models' interface.
 
     Attributes:
         name: its name, for Triton and in the JSON of HTTP.
-        type: of its elements.
+        type: the type of its elements.
         about: one line for users, in Markdown.
-        many: it has any number of elements, not one.
+        many: whether it may have any number of elements; otherwise it has one.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Tensor:
 
     @property
     def dims(self) -> int:
-        """Its shape in config.pbtxt, where the batch dimension is left out; -1 is any length."""
+        """Its dimension in config.pbtxt, which leaves out the batch dimension. -1 means any length."""
         return -1 if self.many else 1
 
     @property
     def shape(self) -> str:
-        """Its shape as users read it."""
+        """Its shape in the README and in errors."""
         return "[1, n]" if self.many else "[1, 1]"
 
 
@@ -60,7 +60,7 @@ class Output(Tensor):
     """A tensor of a response.
 
     Attributes:
-        always: every response has it; the others are there where the input ``return_NAME`` asks for them.
+        always: whether every response has it. Otherwise a request asks for it by the input ``return_NAME``.
     """
 
     _: KW_ONLY
@@ -69,10 +69,10 @@ class Output(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class Input(Tensor):
-    """A tensor of a request, which may leave it out.
+    """A tensor of a request. Every input is optional.
 
     Attributes:
-        part: what it is for.
+        part: its purpose.
         key: the sampling key that it sets, or the output that it asks for.
     """
 
@@ -82,22 +82,22 @@ class Input(Tensor):
 
 
 OUTPUTS = (
-    Output("text_output", "STRING", "the text that became certain with this response", always=True),
+    Output("text_output", "STRING", "the new text since the previous response", always=True),
     Output(
         "finish_reason",
         "STRING",
         "empty until the last response, then `stop`, `length`, `cancelled` or `deadline`",
     ),
     Output("num_input_tokens", "UINT32", "tokens of the prompt"),
-    Output("num_output_tokens", "UINT32", "tokens generated since the last response"),
-    Output("logprobs", "STRING", "JSON list: `id`, `text`, `logprob` and `top` of each new token, from the raw logits"),
+    Output("num_output_tokens", "UINT32", "tokens generated since the previous response"),
+    Output("logprobs", "STRING", "JSON list: `id`, `text`, `logprob` and `top` of each new token, from raw logits"),
     Output("cumulative_logprob", "FP32", "sum of the log probabilities of all tokens so far"),
-    Output("token_ids", "INT32", "the tokens since the last response; text may lag behind them", many=True),
+    Output("token_ids", "INT32", "token ids since the previous response; the text may lag behind them", many=True),
     Output(
         "usage",
         "STRING",
-        "JSON, with the last response: `prompt_tokens`, `cached_tokens`, `generated_tokens`, `queue_ms`, `prefill_ms`, "
-        "`decode_ms`, `blocks`, `preemptions` and more",
+        "JSON, only in the last response: `prompt_tokens`, `cached_tokens`, `generated_tokens`, `queue_ms`, "
+        "`prefill_ms`, `decode_ms`, `blocks`, `preemptions` and more",
     ),
 )
 """Every output of both models."""
@@ -114,7 +114,7 @@ def _returned(output: Output) -> Input:
 
 
 INPUTS = (
-    Input("text_input", "STRING", "the prompt as it is", part=Part.PROMPT),
+    Input("text_input", "STRING", "the prompt as plain text; no chat template is applied", part=Part.PROMPT),
     Input(
         "messages",
         "STRING",
@@ -133,7 +133,8 @@ INPUTS = (
     Input(
         "stream",
         "BOOL",
-        "responses as tokens come (default on `llm`), or one whole answer (default on `generate`)",
+        "true: responses as tokens come (default on `llm`); false: one response with the whole answer (default on "
+        "`generate`)",
         part=Part.OPTION,
     ),
     Input("sampling_parameters", "STRING", "JSON of sampling keys", part=Part.JSON),
@@ -156,36 +157,38 @@ INPUTS = (
     Input(
         "exclude_input_in_output",
         "BOOL",
-        "a whole answer to `text_input` begins with the prompt unless this is true",
+        "an answer to `text_input` that is not streamed begins with the prompt unless this is true",
         part=Part.OPTION,
     ),
     *(_returned(output) for output in OUTPUTS if not output.always),
     Input(
         "kv",
         "STRING",
-        "JSON about the cache: `dtype` (`auto` or that of the setting `kv_dtype`), `policy` (`auto` or `full`) and "
-        "`retain_s` (seconds for which the prompt stays in the cache); what this server's cache can't do is refused "
-        "by name",
+        "JSON of options for the KV cache: `dtype` (`auto` or that of the setting `kv_dtype`), `policy` (`auto` or "
+        "`full`) and `retain_s` (seconds for which the prompt stays in the prefix cache after the answer; -1 for "
+        "ever); an option that this server's cache does not support is refused",
         part=Part.JSON,
     ),
     Input(
         "stream_interval_ms",
         "INT32",
-        "least time between responses; 0, the default, is every token; `generate` waits at least 50",
+        "minimum milliseconds between responses; 0, the default, sends every token; `generate` uses at least 50",
         part=Part.OPTION,
     ),
-    Input("priority", "INT32", "0 by default; of the waiting requests the highest runs first", part=Part.OPTION),
+    Input(
+        "priority", "INT32", "0 by default; the waiting request with the highest priority runs first", part=Part.OPTION
+    ),
     Input(
         "deadline_ms",
         "INT32",
-        "then the answer so far is the answer, with finish reason `deadline`",
+        "milliseconds from arrival; then the answer ends with the text so far and finish reason `deadline`",
         part=Part.OPTION,
     ),
-    Input("cache_salt", "STRING", "only requests of the same salt share cached prefixes", part=Part.OPTION),
+    Input("cache_salt", "STRING", "only requests with the same salt share cached prefixes", part=Part.OPTION),
 )
 """Every input of both models."""
 
 
 def inputs_of(part: Part) -> tuple[Input, ...]:
-    """The inputs that are for one thing."""
+    """All inputs with this purpose."""
     return tuple(declared for declared in INPUTS if declared.part is part)

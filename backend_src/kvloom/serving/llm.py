@@ -39,13 +39,13 @@ from kvloom.serving.stream import ResponseStream, fail
 log = logging.getLogger(__name__)
 
 Refuse = Callable[[RequestError], None]
-"""Ends a request that can't be served."""
+"""Ends a request with an error."""
 
 _NOT_SENT = Internal("the answer could not be sent")
 
 
 class LlmModel:
-    """What Triton calls. Requests come in through ``Intake``; answers go out through ``Senders`` as they come."""
+    """The class that Triton calls. Requests come in through ``Intake``; responses go out through ``Senders``."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
@@ -72,21 +72,21 @@ class LlmModel:
         self._metrics = Metrics(self._engine_thread, model)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests, and return at once. A request that can't be served gets its error, and touches no other."""
+        """Accept requests and return at once. A request that can't be served gets an error; the others go on."""
         arrival = time.monotonic()
         for request in requests:
             self._receive(request, arrival)
 
     def finalize(self) -> None:
-        """End every answer, send what is queued, stop the threads."""
-        # first: a metric that changes while Triton unloads the model may wait for an answer that does not come
+        """End every answer, send all queued responses, stop the threads."""
+        # First: an update of a metric may hang while Triton unloads the model
         self._metrics.stop()
         self._watcher.stop()
         self._self_calls.stop()
         self._intake.stop()
         self._engine_thread.stop()
         self._senders.stop()
-        # what a cycle of references still holds of Triton's must not be freed after its stub
+        # Triton's objects in reference cycles must be freed before Triton's stub is
         gc.collect()
 
     def _build(self, settings: Settings) -> Engine:
@@ -100,11 +100,11 @@ class LlmModel:
         conversation, sender, outbox = request.correlation_id(), Sender(request), self._senders.outbox()
         refuse = partial(self._refuse, request, sender, outbox)
         take = partial(self._take, request, sender, outbox, arrival, refuse)
-        # what was sent to the conversation before is taken first
+        # A refusal waits at the intake behind the conversation's earlier requests, so that they reach the engine first
         _attempt(take, lambda error: self._intake.put(conversation, lambda: refuse(error)))
 
     def _take(self, request: Any, sender: Sender, outbox: Outbox, arrival: float, refuse: Refuse) -> None:
-        """Find out which conversation a request is for, and leave the rest to the intake."""
+        """Copy a request's tensors, and queue the rest of the work at the intake."""
         parameters = read_parameters(request.parameters(), self._secret)
         sender.errors_as_data = parameters.forwarded
         inputs, call = receive(request)
@@ -116,7 +116,7 @@ class LlmModel:
         stream = ResponseStream(sender, outbox, encoder(call.outputs, self._built.tokenizer))
         kv_dtype = self._built.limits.kv_dtype
         do = partial(act, call.control, conversation, self._engine_thread, kv_dtype, self._admin_token, stream)
-        # what was sent before it to the conversation that it means is taken before it, too
+        # Earlier requests to the conversation that the control request names are handled first
         meant = conversation if call.control.conversation is None else call.control.conversation
         self._intake.do(meant, lambda: _attempt(do, partial(fail, outbox, sender)))
         follow = partial(_follow, conversation=conversation, end=_flags(request)[1], own_call=parameters.self_call)
@@ -131,7 +131,7 @@ class LlmModel:
         outbox: Outbox,
         arrival: float,
     ) -> None:
-        """Read a turn, and hand it to the engine thread."""
+        """Parse a turn and pass it to the engine thread."""
         start, end = _flags(request)
         tokenizer, limits = self._built.tokenizer, self._built.limits
         call = parse(request.request_id(), inputs, parameters.given, start, tokenizer, limits, arrival)
@@ -147,29 +147,29 @@ class LlmModel:
         )
 
     def _refuse(self, request: Any, sender: Sender, outbox: Outbox, error: RequestError) -> None:
-        """End a request with an error, and see to what that leaves in Triton."""
+        """End a request with an error. The manager ends its sequence in Triton if no conversation needs it."""
         fail(outbox, sender, error)
         refused = partial(_refused, conversation=request.correlation_id(), end=_flags(request)[1])
         self._engine_thread.with_turns(refused)
 
 
 def _attempt(work: Callable[[], None], refuse: Refuse) -> None:
-    """Do a part of the work on a request; why it can't be served goes to ``refuse``."""
+    """Run a part of the work on a request. If it fails, ``refuse`` gets the error."""
     error: RequestError
     try:
         work()
         return
     except RequestError as refused:
-        # with its traceback it would hold the frames, and the request in them, in a cycle
+        # Its traceback refers to frames, which would keep the request alive in a cycle
         error = refused.with_traceback(None)
-    except Exception as fault:  # noqa: BLE001 Triton would fail every request of the batch
+    except Exception as fault:  # noqa: BLE001 otherwise Triton fails every request of the batch
         log.exception("a request failed before it reached the engine")
         error = Internal(f"the request could not be read: {fault}")
     refuse(error)
 
 
 def _flags(request: Any) -> tuple[bool, bool]:
-    """Whether a request begins and ends its sequence in Triton."""
+    """Whether a request starts and ends its sequence in Triton."""
     flags = request.flags()
     return bool(flags & START), bool(flags & END)
 
@@ -179,7 +179,7 @@ def _refused(turns: TurnScheduler, conversation: ConversationId, end: bool) -> N
 
 
 def _follow(turns: TurnScheduler, conversation: ConversationId, end: bool, own_call: bool) -> None:
-    """Do what the flags of a control request mean for its own conversation."""
+    """Apply the sequence flags of a control request to its own conversation."""
     if end and not own_call:
         turns.manager.ended_in_triton(conversation)
     elif not end:

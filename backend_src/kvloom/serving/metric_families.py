@@ -1,6 +1,6 @@
-"""The metrics that `llm` shows on tritonserver's /metrics, each declared once.
+"""The metrics that `llm` exports on tritonserver's /metrics, each declared once.
 
-The README's table follows from these rows (`make tables`); a test holds Grafana's dashboard to them.
+`make tables` writes them into the README's table. A test checks that Grafana's dashboard agrees with them.
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Metrics of one name.
+    """A metric family: the metrics of one name.
 
     Attributes:
-        name: as Prometheus sees it.
-        kind: what its values are.
+        name: its name in Prometheus.
+        kind: its Prometheus type.
         about: one line for users, in Markdown.
-        label: name of its label; empty: it has none, and is one metric.
-        figures: by value of the label: the field of ``Stats`` that is shown, or what ``Observations`` calls the
-            observed. Empty where no single field has it.
+        label: the name of its label. If it is empty, the family has no label and is one metric.
+        figures: for each value of the label the source of the metric's value: a field of ``Stats``, or for a histogram
+            a name in ``Observations``. Empty if no single field holds the value.
     """
 
     name: str
@@ -33,14 +33,15 @@ FAMILIES = (
     Family(
         "kvloom_requests_waiting",
         "gauge",
-        "requests that wait for their turn, preempted ones included",
+        "requests that wait to run, including preempted ones",
         figures={"": "waiting"},
     ),
     Family("kvloom_conversations", "gauge", "conversations that keep their cache", figures={"": "conversations"}),
     Family(
         "kvloom_blocks",
         "gauge",
-        "`free`, `used` and `cached` blocks of the pool, together all of it, and `swapped` ones in host memory",
+        "blocks of the pool by state: `free`, `used` or `cached`, which add up to the pool; and `swapped` blocks in "
+        "host memory",
         label="state",
         figures={
             "free": "blocks_free",
@@ -52,7 +53,7 @@ FAMILIES = (
     Family(
         "kvloom_prefix_tokens_queried_total",
         "counter",
-        "prompt tokens that were looked for in the prefix cache",
+        "prompt tokens that were looked up in the prefix cache",
         figures={"": "prefix_queried"},
     ),
     Family(
@@ -64,7 +65,7 @@ FAMILIES = (
     Family(
         "kvloom_preemptions_total",
         "counter",
-        "sequences that gave their blocks away, by `swap` or `recompute`",
+        "sequences that were preempted, by `swap` or `recompute`",
         label="mode",
         figures={"swap": "swaps", "recompute": "recomputes"},
     ),
@@ -81,18 +82,22 @@ FAMILIES = (
         label="kind",
         figures={"prompt": "prompt_tokens", "generated": "generated_tokens"},
     ),
-    Family("kvloom_requests_finished_total", "counter", "ended requests by finish reason, or `error`", label="reason"),
-    Family("kvloom_ttft_seconds", "histogram", "from arrival to the first token", figures={"": "ttft_seconds"}),
+    Family(
+        "kvloom_requests_finished_total", "counter", "finished requests by finish reason or `error`", label="reason"
+    ),
+    Family("kvloom_ttft_seconds", "histogram", "time from arrival to the first token", figures={"": "ttft_seconds"}),
     Family(
         "kvloom_inter_token_seconds",
         "histogram",
-        "between two tokens of an answer",
+        "time between two tokens of an answer",
         figures={"": "inter_token_seconds"},
     ),
-    Family("kvloom_e2e_seconds", "histogram", "from arrival to the end of the answer", figures={"": "e2e_seconds"}),
-    Family("kvloom_queue_seconds", "histogram", "from arrival to the first step", figures={"": "queue_seconds"}),
-    Family("kvloom_step_seconds", "histogram", "time of a step", figures={"": "step_seconds"}),
+    Family(
+        "kvloom_e2e_seconds", "histogram", "time from arrival to the end of the answer", figures={"": "e2e_seconds"}
+    ),
+    Family("kvloom_queue_seconds", "histogram", "time from arrival to the first step", figures={"": "queue_seconds"}),
+    Family("kvloom_step_seconds", "histogram", "duration of a step", figures={"": "step_seconds"}),
     Family("kvloom_step_tokens", "histogram", "tokens computed in a step", figures={"": "step_tokens"}),
     Family("kvloom_step_sequences", "histogram", "sequences in a step", figures={"": "step_sequences"}),
 )
-"""Every family."""
+"""All metric families."""

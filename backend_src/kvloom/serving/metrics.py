@@ -1,4 +1,4 @@
-"""The engine's figures on tritonserver's /metrics."""
+"""Exports the engine's statistics on tritonserver's /metrics."""
 
 import logging
 import threading
@@ -13,10 +13,10 @@ from kvloom.serving.metric_families import FAMILIES
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
-"""Seconds between updates: an increment costs about 20 microseconds, too much for the engine thread."""
+"""Seconds between updates. Each increment takes about 20 microseconds, too much for the engine thread."""
 
 OBSERVATIONS = 4000
-"""The most that an update copies, so that gauges stay new where a fast model makes more than can be copied at once."""
+"""At most so many observations are copied per update, so that gauges stay current even with a fast model."""
 
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
 _COUNTS = [2.0**power for power in range(14)]
@@ -25,15 +25,15 @@ _OBSERVED = {observed: own.name for own in FAMILIES if own.kind == "histogram" f
 
 
 class Metrics:
-    """Copies the engine thread's snapshots and observations to Triton's metrics, from a thread of its own."""
+    """Copies the engine thread's snapshots and observations to Triton's metrics, in a thread of its own."""
 
     def __init__(self, engine_thread: EngineThread, model: str):
-        """Begin to copy; ``model`` is the engine's name in Triton."""
+        """Start the thread. ``model`` is the name of the engine's model in Triton."""
         self._engine_thread = engine_thread
-        # the engines of one tritonserver share its metrics; the usual one needs no label
+        # All engines of a tritonserver share its metrics. The default one needs no label
         self._model = {} if model == "llm" else {"model": model}
         self._seen = Stats()
-        # these hold the only references, so that stop() frees families and metrics
+        # These dicts hold the only references, so that stop() frees the families and metrics
         self._families = {
             own.name: pb_utils.MetricFamily(
                 name=own.name, description=own.about, kind=getattr(pb_utils.MetricFamily, own.kind.upper())
@@ -41,7 +41,7 @@ class Metrics:
             for own in FAMILIES
         }
         self._metrics: dict[tuple[str, ...], pb_utils.Metric] = {}
-        # shown from the start, though nothing moves it yet: no policy drops blocks
+        # Exported from the start, although no policy evicts blocks yet
         self._metric("kvloom_evicted_blocks_total", policy="full")
         for name in _OBSERVED.values():
             self._metric(name)
@@ -51,7 +51,7 @@ class Metrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and take the metrics away; Triton's stub crashes over those that are freed after it."""
+        """End the thread and free the metrics. Triton's stub crashes if they are freed after it."""
         self._stop.set()
         self._thread.join()
         self._metrics.clear()
@@ -61,7 +61,7 @@ class Metrics:
         pause = PERIOD_S
         while not self._stop.wait(pause):
             pause = PERIOD_S
-            with logged(log, "metrics could not be copied"):
+            with logged(log, "could not update the metrics"):
                 stats = self._engine_thread.stats
                 if stats is not self._seen:
                     self._update(stats)

@@ -1,4 +1,4 @@
-"""What a request asks for beside its prompt and its sampling: the cache, deadlines, how responses come."""
+"""A request's options beside its prompt and sampling keys: KV cache, deadline, priority, streaming."""
 
 from typing import Annotated, Literal
 
@@ -12,11 +12,11 @@ _NAMES = [declared.name for declared in inputs_of(Part.OPTION)]
 
 
 class Options(BaseModel):
-    """The inputs of these names; the interface says what they mean.
+    """The option inputs; ``interface`` describes each of them.
 
     Attributes:
-        stream: None where a request leaves it to the model.
-        stream_interval_ms: 0: every token is a response.
+        stream: None for the model's default.
+        stream_interval_ms: 0 to send every token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -33,9 +33,9 @@ class KvOptions(BaseModel):
     """The keys of the `kv` JSON.
 
     Attributes:
-        dtype: of the cache.
-        policy: which blocks are dropped when; ``full``, which drops none, is all there is.
-        retain_s: seconds for which the prompt's blocks are kept after the answer; -1: for ever.
+        dtype: the dtype of the cache.
+        policy: the eviction policy. Only ``full`` exists, which evicts nothing.
+        retain_s: seconds for which the prompt's blocks are kept after the answer. -1 keeps them for ever.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -49,24 +49,24 @@ def read_options(inputs: Inputs) -> Options:
     """Read and check the options.
 
     Raises:
-        InvalidArgument: naming the input and what it takes.
+        InvalidArgument: an option is wrong. The message names it and what it takes.
     """
     return validate(Options, {name: one(inputs, name) for name in _NAMES if name in inputs})
 
 
 def read_kv(inputs: Inputs, kv_dtype: str) -> KvOptions:
-    """Read and check what a request asks of the cache.
+    """Read and check the `kv` input.
 
     Args:
-        inputs: of a request.
-        kv_dtype: the dtype of the server's cache.
+        inputs: the request's inputs.
+        kv_dtype: the dtype of the server's KV cache.
 
     Raises:
-        InvalidArgument: naming the key that is wrong, or that this server's cache can't do.
+        InvalidArgument: a key is wrong, or this server's cache does not support it. The message names the key.
     """
     kv = validate(KvOptions, json_object("kv", one(inputs, "kv")) if "kv" in inputs else {}, "kv", prefix="kv.")
     if 0 > kv.retain_s > -1:
-        raise InvalidArgument("kv.retain_s", f"{kv.retain_s}: seconds, or -1 for ever")
+        raise InvalidArgument("kv.retain_s", f"{kv.retain_s} is neither a number of seconds nor -1, which is for ever")
     if kv.dtype not in ("auto", kv_dtype):
-        raise InvalidArgument("kv.dtype", f"{kv.dtype!r}: this server's cache is {kv_dtype} (its setting kv_dtype)")
+        raise InvalidArgument("kv.dtype", f"{kv.dtype!r}: this server's cache is {kv_dtype} (setting kv_dtype)")
     return kv

@@ -1,4 +1,4 @@
-"""Threads that send answers' responses: each answer's in order, and no answer waits for the rest of another."""
+"""Threads that send responses. An answer's responses keep their order; answers do not wait for each other."""
 
 import queue
 import threading
@@ -7,26 +7,26 @@ from collections.abc import Callable
 from contextlib import suppress
 
 SENDERS = 4
-"""Sending blocks for about 100 microseconds with the GIL released: a few threads keep up with a busy step."""
+"""Number of threads. Sending blocks for about 100 microseconds without the GIL, so a few can keep up with a step."""
 
 Send = Callable[[], None]
-"""Sends a response. It raises nothing."""
+"""A function that sends a response and raises nothing."""
 
 
 class Outbox:
-    """One answer's responses that are still to be sent."""
+    """The responses of one answer that are not yet sent."""
 
     def __init__(self, ready: "_Ready"):
         self._ready = ready
         self._sends: deque[Send] = deque()
-        # whether this is in `ready`, or a thread is sending from it
+        # Whether this is in `ready` or a thread is sending from it
         self._taken = False
         self._lock = threading.Lock()
         self.begun = False
-        """Whether a response was sent."""
+        """Whether a response has been sent."""
 
     def put(self, send: Send) -> None:
-        """Let a response be sent after those that were put before; from any thread, never waits."""
+        """Queue a response behind the answer's other ones. Any thread may call this; it never blocks."""
         with self._lock:
             self._sends.append(send)
             if self._taken:
@@ -35,7 +35,7 @@ class Outbox:
         self._ready.put(self)
 
     def send_next(self) -> None:
-        """Send one response. What is left waits until all others have had their turn."""
+        """Send one response. The rest waits until the other outboxes have had their turn."""
         self.begun = True
         self._sends.popleft()()
         with self._lock:
@@ -45,16 +45,16 @@ class Outbox:
 
 
 class _Ready:
-    """Outboxes with something to send. Those of answers that begin come first: TTFT is what a client waits for most."""
+    """The outboxes with responses to send. Those of new answers come first, because clients wait most for TTFT."""
 
     def __init__(self) -> None:
-        # one for each outbox in either: whoever has one finds an outbox
+        # One ticket per outbox in either queue: a thread that holds a ticket finds an outbox
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._beginning: deque[Outbox] = deque()
         self._others: deque[Outbox | None] = deque()
 
     def put(self, outbox: Outbox | None) -> None:
-        """Add one; None marks the end."""
+        """Add an outbox. None marks the end."""
         if outbox is None or outbox.begun:
             self._others.append(outbox)
         else:
@@ -62,10 +62,10 @@ class _Ready:
         self._tickets.put(None)
 
     def get(self, block: bool = True) -> Outbox | None:
-        """Take the next one.
+        """Take the next outbox.
 
         Raises:
-            queue.Empty: there is none, and it shall not be waited for.
+            queue.Empty: there is none, and ``block`` is false.
         """
         self._tickets.get(block)
         try:
@@ -75,7 +75,7 @@ class _Ready:
 
 
 class Senders:
-    """The threads, which take the outboxes in turn."""
+    """The threads that send the responses, one outbox after the other."""
 
     def __init__(self) -> None:
         self._ready = _Ready()
@@ -86,11 +86,11 @@ class Senders:
             thread.start()
 
     def outbox(self) -> Outbox:
-        """For a new answer."""
+        """Create the outbox of a new answer."""
         return Outbox(self._ready)
 
     def stop(self) -> None:
-        """Send what is left, then end the threads."""
+        """Send all queued responses, then end the threads."""
         self._ready.put(None)
         for thread in self._threads:
             thread.join()
@@ -98,7 +98,7 @@ class Senders:
     def _run(self) -> None:
         while (outbox := self._ready.get()) is not None:
             outbox.send_next()
-        # what others are sending from they put back themselves
+        # A thread that is sending puts its outbox back itself
         with suppress(queue.Empty):
             while (outbox := self._ready.get(block=False)) is not None:
                 outbox.send_next()

@@ -1,4 +1,4 @@
-"""The request parameters: the client's own, and what kvloom's models tell each other by them."""
+"""Request parameters: the client's, and those that kvloom's models send each other."""
 
 import hmac
 import json
@@ -16,12 +16,12 @@ OWN = (FORWARDED, SELF_CALL, SECRET)
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The request parameters of a request.
+    """A request's parameters.
 
     Attributes:
-        given: the client's.
-        forwarded: another model passes it on, and takes errors as data, see ``Sender``.
-        self_call: `llm` tells Triton something about its sequences by it, see ``SelfCalls``.
+        given: the client's parameters.
+        forwarded: whether `generate` forwards the request. It then takes errors as data, see ``Sender``.
+        self_call: whether `llm` itself sent the request to start or end a sequence in Triton, see ``SelfCalls``.
     """
 
     given: dict[str, Any]
@@ -30,29 +30,29 @@ class Parameters:
 
 
 def forwarded(given: str, secret: str) -> Mapping[str, str]:
-    """Parameters of a call that passes a client's request on.
+    """Parameters for a call that forwards a client's request.
 
     Args:
-        given: the client's, in JSON: a call can't have all of their types.
-        secret: the server's.
+        given: the client's parameters as JSON, because a call does not support all of their types.
+        secret: the server's secret.
     """
     return {FORWARDED: given or "{}", SECRET: secret}
 
 
 def self_call(secret: str) -> Mapping[str, str]:
-    """Parameters of a call of `llm` to itself; ``secret`` is the server's."""
+    """Parameters for a call of `llm` to itself. ``secret`` is the server's secret."""
     return {SELF_CALL: "", SECRET: secret}
 
 
 def read_parameters(text: str, secret: str | None) -> Parameters:
-    """Read the parameters of a request.
+    """Read a request's parameters.
 
     Args:
-        text: what Triton gives, JSON.
-        secret: the server's, which shows that a model of kvloom has made the call; None where only clients call.
+        text: the parameters as JSON, as Triton gives them.
+        secret: the server's secret, which proves that one of kvloom's models made the call. None if only clients call.
 
     Raises:
-        InvalidArgument: a client uses names that are for the models' own calls.
+        InvalidArgument: a client uses a name that is reserved for the models' own calls.
     """
     given: dict[str, Any] = json.loads(text or "{}")
     own = [name for name in OWN if name in given]
@@ -60,7 +60,7 @@ def read_parameters(text: str, secret: str | None) -> Parameters:
         return Parameters(given)
     known = str(given.get(SECRET, "")).encode(errors="replace")
     if secret is None or not hmac.compare_digest(known, secret.encode()):
-        raise InvalidArgument(own[0], "is for calls that the server's models make themselves; leave it out")
+        raise InvalidArgument(own[0], "is reserved for calls between the server's models; leave it out")
     if FORWARDED in given:
         return Parameters(json.loads(given[FORWARDED]), forwarded=True)
     return Parameters({}, self_call=True)

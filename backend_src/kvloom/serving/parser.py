@@ -1,4 +1,4 @@
-"""From a request's tensors to what it asks for, or to the error that says what is wrong with it. Used by `llm`."""
+"""Parses a request's tensors, or raises an error that says what is wrong with them. Used by `llm`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,24 +26,24 @@ from kvloom.text.chat import Message, parse_messages
 from kvloom.text.tokenizer import Tokenizer
 
 MAX_JSON = 2**20
-"""The most characters of the sampling JSON: parsing holds up everybody else."""
+"""Maximum length of the sampling JSON in characters. Parsing it delays all other requests."""
 
 _NAMES = [declared.name for declared in INPUTS]
 _SAMPLING = inputs_of(Part.SAMPLING)
 _NOT_SAMPLING = {"id"}
-"""Request parameters that Triton's HTTP endpoint adds itself."""
+"""Request parameters that Triton's HTTP endpoint adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request adds to its conversation.
+    """The new prompt of a request, which continues its conversation.
 
     Attributes:
-        ids: its tokens; none for messages of a later turn, which depend on how the turn before it ends.
-        messages: the new messages, where it is of that kind.
-        rendered: for a start with messages: what the chat template made of them.
-        text: for a later turn of raw text: that text, whose tokens depend on how the turn before it ends. ``ids``
-            follow ordinary text.
+        ids: its token ids. Empty for messages in a later turn: their tokens depend on how the previous turn ends.
+        messages: the new messages, if the prompt consists of messages.
+        rendered: the messages as the chat template renders them, if they start a conversation.
+        text: the raw text, if it is sent in a later turn. Its tokens depend on how the previous turn ends; ``ids`` are
+            right if that turn ends with ordinary text.
     """
 
     ids: tuple[int, ...]
@@ -54,15 +54,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request for an answer, as it came through Triton.
+    """A parsed request for an answer.
 
     Attributes:
-        request: what the engine shall do.
-        prompt: what it is given.
-        kv: what it asks of the cache; None where a turn leaves that to the conversation's first one.
-        interval_s: least time between responses; infinite for an answer that is sent whole.
-        echo: what the answer begins with.
-        outputs: names of the optional outputs that were asked for.
+        request: the engine's request.
+        prompt: the new prompt.
+        kv: its options for the KV cache. None if a later turn keeps those of the conversation's first turn.
+        interval_s: minimum time between responses in seconds. Infinite for an answer that is not streamed.
+        echo: text that the answer begins with.
+        outputs: the names of the optional outputs that it asks for.
     """
 
     request: Request
@@ -75,11 +75,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ControlCall:
-    """A request to do something else than to answer.
+    """A parsed control request.
 
     Attributes:
-        control: what to do.
-        outputs: names of the optional outputs that were asked for.
+        control: the `control` input.
+        outputs: the names of the optional outputs that it asks for.
     """
 
     control: Control
@@ -87,14 +87,14 @@ class ControlCall:
 
 
 def receive(request: Any) -> tuple[Inputs, ControlCall | None]:
-    """Take a ``pb_utils.InferenceRequest`` over: what tells where it belongs. The one way in for what a client sends.
+    """Copy the tensors of a ``pb_utils.InferenceRequest`` and parse a control request. All requests pass here first.
 
     Returns:
-        Its tensors, which are copies: what the request holds lies in shared memory that is Triton's. And what it asks
-        for where that is not an answer; None: ``parse`` reads the rest.
+        The tensors, copied because the request's own lie in Triton's shared memory, and the parsed control request.
+        None in its place means that the request asks for an answer: ``parse`` reads it.
 
     Raises:
-        InvalidArgument: naming the input or key at fault.
+        InvalidArgument: an input is wrong. The message names the input or key.
     """
     inputs = {name: np.array(value) for name, value in read(request).items()}
     if prompt_kind(inputs) != "control":
@@ -111,19 +111,19 @@ def parse(
     limits: EngineLimits,
     arrival: float,
 ) -> Call:
-    """Read and check a request for an answer; takes time for a long prompt.
+    """Parse and check a request for an answer. This takes time if the prompt is long.
 
     Args:
-        request_id: the client's name for it.
-        inputs: what ``receive`` found.
+        request_id: the client's request id.
+        inputs: the tensors from ``receive``.
         parameters: the client's request parameters.
-        start: it begins a conversation.
-        tokenizer: of the model.
-        limits: of the engine.
-        arrival: when it came (time.monotonic).
+        start: whether it starts a conversation.
+        tokenizer: the model's tokenizer.
+        limits: the engine's limits.
+        arrival: its time of arrival (time.monotonic).
 
     Raises:
-        InvalidArgument: naming the input or key at fault.
+        InvalidArgument: an input is wrong. The message names the input or key.
     """
     kind = prompt_kind(inputs)
     outputs = outputs_asked_for(inputs)
@@ -159,16 +159,16 @@ def parse(
 
 
 def sampling_params(inputs: Inputs, parameters: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Read and check how to sample; a tensor beats the JSON, the JSON beats a request parameter.
+    """Read and check the sampling keys. A tensor overrides the JSON, the JSON overrides a request parameter.
 
     Raises:
-        InvalidArgument: naming the key and what it takes.
+        InvalidArgument: a key is unknown or wrong. The message names it and what it takes.
     """
     keys: dict[str, Any] = {key: value for key, value in parameters.items() if key not in _NOT_SAMPLING}
     if "sampling_parameters" in inputs:
         text = one(inputs, "sampling_parameters")
         if len(text) > MAX_JSON:
-            raise InvalidArgument("sampling_parameters", f"at most {MAX_JSON} characters, not {len(text)}")
+            raise InvalidArgument("sampling_parameters", f"has {len(text)} characters; at most {MAX_JSON}")
         keys |= json_object("sampling_parameters", text)
     keys |= _sampling_tensors(inputs)
     params = validate(SamplingParams, keys, inputs=_NAMES)
@@ -203,7 +203,7 @@ def _prompt(kind: str, start: bool, inputs: Inputs, tokenizer: Tokenizer, limits
             return Prompt(tuple(tokenizer.encode(text, limits.context_length)))
         ids = tokenizer.encode_after(None, text, "text_input", limits.context_length)
         return Prompt(tuple(ids), text=text)
-    # before a Python object is made of each
+    # Checked before Python objects are made of the ids, so that a huge input is cheap to refuse
     limits.check_length(inputs["input_ids"].shape[1])
     ids = many(inputs, "input_ids")
     wrong = [token for token in ids if not 0 <= token < limits.vocab_size]

@@ -1,4 +1,4 @@
-"""What an answer's responses consist of."""
+"""Builds the output tensors of an answer's responses."""
 
 import dataclasses
 import json
@@ -13,16 +13,18 @@ from kvloom.text.tokenizer import Tokenizer
 def encoder(
     outputs: frozenset[str], tokenizer: Tokenizer, sequence: Sequence | None = None, echo: str = ""
 ) -> Callable[[Delta], list[Any]]:
-    """Makes the output tensors (``pb_utils.Tensor``, each [1, n]) of one answer's responses, in their order.
+    """Create a function that builds the output tensors of one answer's responses. Call it for each delta, in order.
+
+    The tensors are ``pb_utils.Tensor`` of shape [1, n].
 
     Args:
-        outputs: names of the optional outputs that were asked for.
-        tokenizer: of the model.
-        sequence: the answer's; its prompt may become known later.
-        echo: what the answer begins with.
+        outputs: the names of the optional outputs that the request asks for.
+        tokenizer: the model's tokenizer.
+        sequence: the answer's sequence. Its prompt may be set later.
+        echo: text that the answer begins with.
     """
     cumulative = 0.0
-    # a tensor takes longer to make than to send; those that say the same again are sent again
+    # Making a tensor takes longer than sending it, so a tensor is reused while its value stays the same
     kept: dict[str, tuple[object, Any]] = {}
 
     def keep(name: str, value: object) -> Any:

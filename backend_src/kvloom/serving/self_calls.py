@@ -1,4 +1,4 @@
-"""Calls into an engine's model: what is forwarded to it, and what it tells Triton about its own sequences."""
+"""Calls to an engine's model inside Triton: forwarded requests, and calls that start or end its sequences."""
 
 import logging
 import queue
@@ -21,7 +21,7 @@ START, END = 1, 2
 """Triton's sequence flags."""
 
 QUEUE_TIMEOUT_US = 10_000_000
-"""How long a call may wait inside Triton: full slots there must not hold anybody for ever."""
+"""Maximum time that a call waits in Triton's queue, so that it does not wait for ever if all slots are taken."""
 
 
 def call(
@@ -33,9 +33,9 @@ def call(
     request_id: str = "",
     parameters: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A ``pb_utils.InferenceRequest`` to an engine's model.
+    """Create a ``pb_utils.InferenceRequest`` to an engine's model.
 
-    Execute it in a thread of its own: inside execute() it may deadlock.
+    Execute it in another thread than Triton's: inside ``execute()`` it may deadlock.
     """
     return pb_utils.InferenceRequest(
         model_name=model,
@@ -56,21 +56,21 @@ def control_call(
     flags: int = START | END,
     parameters: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A call with a `control` input, on a fresh conversation unless one is named."""
+    """Create a call with a `control` input. Its conversation is a new one unless ``conversation`` names one."""
     own = uuid.uuid4().hex if conversation is None else conversation
     return call(model, own, flags, [tensor("control", text)], parameters=parameters)
 
 
 KEEP_S = 10.0
-"""Seconds for which the responses of a call are kept after its last one."""
+"""Seconds for which the responses of a call are kept after the last one."""
 
 
 class Calls:
-    """Executes calls and keeps their responses for a while.
+    """Executes calls and keeps their responses for ``KEEP_S`` seconds.
 
-    Triton's stub lists each call's responses in a table of its own and takes them off it a moment after the last one
-    was read, in a C++ thread that does not hold the GIL. If nobody else held them by then, they, and the Python objects
-    inside, would be freed there: the interpreter's memory breaks, and the whole server dies with it.
+    Triton's stub keeps a table of each call's responses. Shortly after the last response has been read it removes them
+    from the table, in a C++ thread that does not hold the GIL. Without another reference this would free the responses
+    and the Python objects in them there, which corrupts the interpreter's memory and crashes the server.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Calls:
         self._lock = threading.Lock()
 
     def responses(self, request: Any) -> Iterator[Any]:
-        """Execute a ``pb_utils.InferenceRequest`` and yield its responses; to be read to the end."""
+        """Execute a ``pb_utils.InferenceRequest`` and yield its responses. The caller must read all of them."""
         iterator = request.exec(decoupled=True)
         try:
             yield from iterator
@@ -90,39 +90,39 @@ class Calls:
                     self._kept.popleft()
 
     def stop(self) -> None:
-        """Let go of everything: what outlives the stub crashes when it is freed."""
+        """Free all kept responses. Triton's stub crashes if they are freed after it."""
         with self._lock:
             self._kept.clear()
 
 
 RETRY_S, TRIES = 0.2, 50
-"""Pause after a call that did not come through, as before the model is ready, and how often it is made."""
+"""Seconds before a failed call is repeated, and the maximum number of tries. Calls fail until the model is ready."""
 
 UNKNOWN = "START flag"
-"""Part of what Triton says of an id that it does not know."""
+"""Part of Triton's error for a sequence id that it does not know."""
 
 
 class SelfCalls:
-    """Ends sequences in Triton that `llm` does not keep, and starts those that it keeps from an earlier life.
+    """Ends sequences in Triton that `llm` does not keep, and starts those that it has restored from its journal.
 
-    `llm` calls itself, from a thread of its own; such calls change no state of the engine. Its clients act on the same
-    ids meanwhile. What they start is not ended: `taken` takes back what is not done yet, and what was being done just
-    then is told to `ended`, which may have it started again.
+    `llm` calls itself in a separate thread. These calls do not change the engine's state. Clients may use the same ids
+    at the same time. A conversation that a client starts is not ended: ``taken`` withdraws a call that has not been
+    made yet. If the call is being made at that moment, ``ended`` is called and may start the sequence again.
     """
 
     def __init__(self, model: str, secret: str, ended: Callable[[int | str], None]):
         """Start the thread.
 
         Args:
-            model: the engine's own, which calls itself.
-            secret: the server's, by which `llm` knows its own calls.
-            ended: told of each id that Triton has been made to forget; must not block.
+            model: the name of the engine's model, which calls itself.
+            secret: the server's secret, by which `llm` recognizes its own calls.
+            ended: called with each id whose sequence has been ended in Triton. Must not block.
         """
         self._model = model
         self._secret = secret
         self._ended = ended
         self._lock = threading.Lock()
-        # the flag that each id shall get, and how often that was tried
+        # For each id the flag to send and the number of failed tries
         self._wanted: dict[int | str, tuple[int, int]] = {}
         self._inbox: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -131,20 +131,20 @@ class SelfCalls:
         self._thread.start()
 
     def end(self, conversation: int | str) -> None:
-        """Free the slot that Triton holds for a conversation."""
+        """End a conversation's sequence in Triton, which frees its slot."""
         self._want(conversation, END)
 
     def start(self, conversation: int | str) -> None:
-        """Let Triton take turns of a conversation that no client has started with it."""
+        """Start a conversation's sequence in Triton, so that Triton accepts its turns though no client started it."""
         self._want(conversation, START)
 
     def taken(self, conversation: int | str) -> None:
-        """A client has started a conversation of this id."""
+        """Withdraw the pending call for a conversation, because a client has started it."""
         with self._lock:
             self._wanted.pop(conversation, None)
 
     def stop(self) -> None:
-        """End the thread after the call it is in; what is queued is left, Triton goes down too."""
+        """End the thread after its current call. Queued calls are dropped, since Triton stops too."""
         self._stopping.set()
         self._inbox.put(None)
         self._thread.join()
@@ -164,7 +164,7 @@ class SelfCalls:
             flag, tries = wanted
             error = self._call(conversation, flag)
             with self._lock:
-                # neither taken back meanwhile nor replaced
+                # Neither withdrawn nor replaced during the call
                 if self._wanted.get(conversation) is wanted:
                     if error is not None and tries + 1 < TRIES:
                         self._wanted[conversation] = (flag, tries + 1)
@@ -173,14 +173,14 @@ class SelfCalls:
                         del self._wanted[conversation]
             if error is not None:
                 level = logging.INFO if tries + 1 < TRIES else logging.ERROR
-                what = "ended" if flag == END else "started"
-                log.log(level, "conversation %s could not be %s in Triton: %s", conversation, what, error)
+                what = "end" if flag == END else "start"
+                log.log(level, "could not %s conversation %s in Triton: %s", what, conversation, error)
                 self._stopping.wait(RETRY_S)
             elif flag == END:
                 self._ended(conversation)
 
     def _call(self, conversation: int | str, flag: int) -> str | None:
-        """Make one call; returns what went wrong."""
+        """Make one call. Returns the error text if it fails."""
         wrong: str | None = None
         try:
             for response in self._calls.responses(
@@ -188,7 +188,7 @@ class SelfCalls:
             ):
                 if response.has_error():
                     wrong = response.error().message()
-        except Exception as error:  # noqa: BLE001 what comes after it would never be done
+        except Exception as error:  # noqa: BLE001 the thread must go on with the other calls
             wrong = str(error)
-        # a client may have ended it meanwhile
+        # A client may have ended the sequence in the meantime
         return None if wrong is not None and flag == END and UNKNOWN in wrong else wrong

@@ -1,4 +1,4 @@
-"""Triton's response sender, made safe. Knows nothing of the engine."""
+"""A safe form of Triton's response sender. Does not depend on the engine."""
 
 import threading
 from collections.abc import Sequence
@@ -12,33 +12,34 @@ ERROR = "error"
 """The finish_reason of an error that is sent as data."""
 
 MAX_ERROR = 2000
-"""Characters of an error text; a client's own words may be part of it."""
+"""Maximum length of an error text in characters. It may quote the client's input."""
 
 
 class Sender:
-    """Sends one request's responses and exactly one final mark; what follows it goes nowhere.
+    """Sends one request's responses, with exactly one final response. Responses after the final one are dropped.
 
-    Triton dies when is_cancelled() runs during or after the final send, so both take one lock.
+    Triton crashes if ``is_cancelled()`` runs during or after the final send, so both hold the same lock.
 
     Attributes:
-        closed: the final mark was sent.
-        left: nobody waits for what is on its way: the client was seen to be gone, or was given up.
-        given_up: the latter.
-        errors_as_data: an error is a response with finish_reason ``error`` and its text as text_output: where one
-            model calls another, Triton loses an error that comes after a response, and its final mark with it.
+        closed: whether the final response was sent.
+        left: whether the client no longer waits for responses: it has left, or ``give_up`` was called.
+        given_up: whether ``give_up`` was called.
+        errors_as_data: whether an error is sent as a response with finish_reason ``error`` and the text in
+            text_output. When a model calls another model, Triton loses an error that follows a response, together with
+            its final flag.
     """
 
     def __init__(self, request: Any):
-        """Take over the responses of a ``pb_utils.InferenceRequest``."""
+        """Create the sender of a ``pb_utils.InferenceRequest``."""
         self.closed = self.left = self.given_up = self.errors_as_data = False
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
 
     def send(self, tensors: Sequence[Any], final: bool) -> None:
-        """Send a response with these ``pb_utils.Tensor``.
+        """Send a response with these tensors (``pb_utils.Tensor``).
 
         Raises:
-            TritonModelException: the connection broke; Triton marks the request as cancelled.
+            TritonModelException: the connection broke. Triton marks the request as cancelled.
         """
         self._send(pb_utils.InferenceResponse(list(tensors)), final)
 
@@ -51,14 +52,14 @@ class Sender:
             self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text)), True)
 
     def give_up(self, text: str) -> None:
-        """Send an error as the final response, though more of the answer may be on its way."""
+        """Send an error as the final response. Later responses of the answer are dropped."""
         self.left = self.given_up = True
         self.fail(text)
 
     def cancelled(self) -> bool:
-        """Look whether nobody waits for what is on its way, see ``left``."""
+        """Check whether the client has left, and return ``left``."""
         with self._lock:
-            # set only: who gives up does so without the lock
+            # Only ever set to True here, because give_up sets it without the lock
             if not self.left and not self.closed and self._sender.is_cancelled():
                 self.left = True
         return self.left
@@ -72,6 +73,6 @@ class Sender:
 
 
 def _travels(text: str) -> str:
-    """An error text that Triton can carry: valid UTF-8, without NUL (which would cut it), of bounded length."""
+    """An error text that Triton can send: valid UTF-8, of bounded length, without NUL, which would truncate it."""
     clean = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
     return clean if len(clean) <= MAX_ERROR else clean[:MAX_ERROR] + " ..."

@@ -1,4 +1,4 @@
-"""What Triton and a model's process exchange lies in shared memory: prompts, answers, parameters."""
+"""Protects the shared memory through which Triton and a model's process exchange prompts, answers and parameters."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ FOLDER = "/dev/shm/"
 
 
 def close_to_others(maps: Path = Path("/proc/self/maps")) -> None:
-    """Let nobody but this process's user read the shared memory that it uses; Triton makes it readable for everybody.
+    """Let only this process's user read the shared memory that it uses. Triton makes it readable for all users.
 
     Args:
-        maps: what the process has mapped, see ``proc_pid_maps(5)``.
+        maps: the list of the process's memory mappings, see ``proc_pid_maps(5)``.
     """
     regions = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if FOLDER in line}
     for region in regions:

@@ -1,4 +1,4 @@
-"""An answer's way from the engine thread to its client: merged where responses are wanted less often."""
+"""Sends an answer's deltas from the engine thread to the client. Merges them if responses must not come too often."""
 
 import logging
 import time
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 
 
 class ResponseStream:
-    """An engine's sink that sends an answer to its client.
+    """The sink that sends an answer to its client.
 
-    Calling it (from the engine thread) only queues; a thread of ``Senders`` does the work.
+    The engine thread calls it. A call only queues the delta; a thread of ``Senders`` encodes and sends it.
 
     Args:
-        sender: of the request.
-        outbox: the request's own.
-        encode: makes a response's tensors from a delta.
-        interval_s: least time between responses; infinite for an answer that is sent whole.
+        sender: the request's sender.
+        outbox: the request's outbox.
+        encode: builds a response's tensors from a delta.
+        interval_s: minimum time between responses in seconds. Infinite for an answer that is not streamed.
     """
 
     def __init__(self, sender: Sender, outbox: Outbox, encode: Callable[[Delta], list[Any]], interval_s: float = 0.0):
@@ -31,12 +31,12 @@ class ResponseStream:
         self._outbox = outbox
         self._encode = encode
         self._interval_s = interval_s
-        # an answer that is sent whole is not begun with its first token
+        # The first token of a streamed answer goes out at once
         self._next_s = 0.0 if interval_s < float("inf") else interval_s
         self._held: list[Delta] = []
 
     def __call__(self, delta: Delta) -> None:
-        """Queue a delta, together with those held back before it, or hold it back too."""
+        """Queue a delta and all deltas held back before it. Hold it back if the interval has not passed."""
         if delta.error is not None:
             if self._held and self._interval_s < float("inf"):
                 self._send_held()
@@ -77,15 +77,15 @@ def fail(outbox: Outbox, sender: Sender, error: RequestError) -> None:
 
 
 def put(outbox: Outbox, sender: Sender, send: Callable[[], None]) -> None:
-    """Let ``send`` send a response of ``sender``'s; a fault of it ends the request."""
+    """Queue ``send``, which sends a response by ``sender``. If it fails, the request ends with an error."""
     outbox.put(lambda: _guarded(sender, send))
 
 
 def _guarded(sender: Sender, send: Callable[[], None]) -> None:
     try:
         send()
-    except Exception as error:  # noqa: BLE001 the other answers of this thread must go on
-        log.exception("a response could not be sent")
-        # the watcher ends the work on what is left of it; where the connection broke, this does not arrive either
-        with logged(log, "a client could not be told of it"):
+    except Exception as error:  # noqa: BLE001 the thread must go on with other answers
+        log.exception("could not send a response")
+        # The watcher then cancels the rest of the answer. If the connection broke, this error does not arrive either
+        with logged(log, "could not send a client its error"):
             sender.give_up(str(Internal(f"a response could not be sent: {error}")))

@@ -1,7 +1,7 @@
-"""Writes what follows from kvloom's declarations into the files of a source tree: ``make tables``.
+"""Writes kvloom's declarations into the files of a source tree: ``make tables``.
 
-These are the inputs and outputs in every model's config.pbtxt, and the tables in README.md files. A README's table is
-known by its first row, wherever it stands.
+It writes the inputs and outputs of every model's config.pbtxt and the tables in the README.md files. It recognizes a
+README's table by its first row.
 """
 
 import re
@@ -20,15 +20,15 @@ Row = tuple[str, ...]
 
 
 def config_text(text: str) -> str:
-    """A model's config.pbtxt, with all inputs and outputs at its end."""
+    """A model's config.pbtxt with all inputs and outputs, which come last in it."""
     head, found, _ = text.partition("\ninput [\n")
     if not found:
-        raise SystemExit("a config.pbtxt needs a line `input [`; everything below it is written anew")
+        raise SystemExit("a config.pbtxt has no line `input [`: add one; everything below it will be overwritten")
     return f"{head}\ninput [\n{_rows(INPUTS, ' optional: true')}\n]\n\noutput [\n{_rows(OUTPUTS)}\n]\n"
 
 
 def readme_text(text: str) -> str:
-    """A README with the tables that it has, as they should be."""
+    """A README with its tables brought up to date."""
     for first, rows in TABLES.items():
         table = _table(first, rows()).replace("\\", r"\\")
         text = re.sub(_pattern(first), table, text)
@@ -36,21 +36,21 @@ def readme_text(text: str) -> str:
 
 
 def tables_in(text: str) -> list[str]:
-    """The first row of each of kvloom's tables that a README has, as often as it has it."""
+    """The first row of each of kvloom's tables in a README. A table that occurs twice is listed twice."""
     return [first for first in TABLES for _ in re.finditer(_pattern(first), text)]
 
 
 def files() -> dict[Path, Callable[[str], str]]:
-    """The files that are written, and what makes their text from the one they have."""
+    """The files that are written. Each one's function makes its new text from its current text."""
     configs = sorted(ROOT.glob("model_repository/*/config.pbtxt"))
-    # neither .venv, which has thousands of folders, nor what building a wheel leaves
+    # Not .venv, which has thousands of folders, and not build, which building a wheel leaves behind
     folders = [folder for folder in sorted(ROOT.glob("[!.]*/")) if folder.name != "build"]
     readmes = [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("README.md")))]
     return {**dict.fromkeys(configs, config_text), **dict.fromkeys(readmes, readme_text)}
 
 
 def main() -> None:
-    """Write every file that is not as it should be."""
+    """Write every file that is out of date."""
     for path, make in files().items():
         text = path.read_text(encoding="utf-8")
         if (new := make(text)) != text:
@@ -65,7 +65,7 @@ def _rows(tensors: Iterable[Tensor], more: str = "") -> str:
 
 
 def _tensor_rows(tensors: Iterable[Tensor]) -> list[Row]:
-    """Tensors of the same type about which the same is to be said share a row."""
+    """The rows of a table of tensors. Tensors of the same type and description share a row."""
     names: dict[tuple[str, str], list[str]] = {}
     for own in tensors:
         kind = f"{own.type.replace('STRING', 'BYTES')} `{own.shape}`"
@@ -100,7 +100,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "| setting | default | meaning |": _setting_rows,
     "| metric | kind | meaning |": _metric_rows,
 }
-"""What each table holds, by its first row."""
+"""The functions that make the tables' rows, by the table's first row."""
 
 
 def _pattern(first: str) -> str:

@@ -1,4 +1,4 @@
-"""Making tensors of the types that the interface declares."""
+"""Makes tensors of the types that the interface declares."""
 
 from typing import Any
 
@@ -20,6 +20,6 @@ _DTYPES = {declared.name: _NUMPY[declared.type] for declared in (*INPUTS, *OUTPU
 
 
 def tensor(name: str, *values: object) -> Any:
-    """An input or output (``pb_utils.Tensor``) of shape [1, n] with these values."""
+    """Make an input or output (``pb_utils.Tensor``) of shape [1, n] with these values."""
     elements = [value.encode() if isinstance(value, str) else value for value in values]
     return pb_utils.Tensor(name, np.array([elements], dtype=_DTYPES[name]))
