@@ -63,7 +63,9 @@ COVERED_BY = {
     "tritonserver --model-repository=model_repository --model-control-mode=none "
     "--http-restricted-api=shared-memory,model-repository,trace,logging:switched:off=- "
     "--grpc-restricted-protocol=shared-memory,model-repository,trace,logging:switched:off=- "
-    "--grpc-http2-max-ping-strikes=0": ("tests/support/bare_server.py::bare_server"),
+    "--grpc-http2-max-ping-strikes=0 --grpc-header-forward-pattern=triton_grpc_error": (
+        "tests/support/bare_server.py::bare_server"
+    ),
     "curl -s -o /dev/null -w '%{http_code}' 127.0.0.1:8003/health/ready": DRAIN,
     "head -c 24 /dev/urandom | base64 > admin-token": DRAIN,
     ".venv/bin/kvloom serve --set admin_token=sha256:$(tr -d '\\n' < admin-token | sha256sum | cut -d ' ' -f 1)": DRAIN,

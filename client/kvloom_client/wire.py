@@ -78,9 +78,13 @@ def decode_response(message: service_pb2.ModelStreamInferResponse) -> Reply:
             output.name: _decode(output.datatype, content)
             for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
         }
-        return Reply(chunk_of(outputs), final)
+        chunk = chunk_of(outputs)
     except (ValueError, KeyError, struct.error) as error:
         raise ServerError(f"the server's response can't be read, is it a kvloom model? {error}") from error
+    if chunk.finish_reason == "error":
+        # The server's form of an error if the caller's headers contain triton_grpc_error
+        raise request_error(chunk.text)
+    return Reply(chunk, final)
 
 
 def call_error(error: grpc.RpcError, url: str) -> KvloomClientError:

@@ -26,6 +26,8 @@ def options(shared_memory: bool) -> list[str]:
         f"--grpc-restricted-protocol={off}:{HEADER}",
         # a client that looks every few seconds whether its connection lives may do so while it waits for a long answer
         "--grpc-http2-max-ping-strikes=0",
+        # The models must know which streams Triton would close at an error: it crashes if other requests are on them
+        "--grpc-header-forward-pattern=triton_grpc_error",
     ]
 
 

@@ -17,7 +17,7 @@ from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.control import read_control
 from kvloom.serving.inputs import outputs_asked_for, prompt_kind, read
 from kvloom.serving.options import read_options
-from kvloom.serving.parameters import forwarded, read_parameters
+from kvloom.serving.parameters import forwarded, on_strict_stream, read_parameters
 from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call
 from kvloom.serving.sender import ERROR, Sender
 from kvloom.serving.shared_memory import close_to_others
@@ -85,6 +85,7 @@ class _Forward:
     """Forwards one request to the engine's model and its responses to the client."""
 
     def __init__(self, request: Any, sender: Sender, calls: Calls, engine: str, secret: str):
+        sender.errors_as_data = on_strict_stream(request.parameters())
         read_parameters(request.parameters(), None)
         inputs = read(request)
         if prompt_kind(inputs) == "control" and read_control(inputs).op != "ping":

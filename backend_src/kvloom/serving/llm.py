@@ -28,7 +28,7 @@ from kvloom.serving.inputs import Inputs
 from kvloom.serving.intake import Intake
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
-from kvloom.serving.parameters import Parameters, read_parameters
+from kvloom.serving.parameters import Parameters, on_strict_stream, read_parameters
 from kvloom.serving.parser import parse, receive
 from kvloom.serving.responses import encoder
 from kvloom.serving.self_calls import END, START, SelfCalls
@@ -105,8 +105,9 @@ class LlmModel:
 
     def _take(self, request: Any, sender: Sender, outbox: Outbox, arrival: float, refuse: Refuse) -> None:
         """Copy a request's tensors, and queue the rest of the work at the intake."""
+        sender.errors_as_data = on_strict_stream(request.parameters())
         parameters = read_parameters(request.parameters(), self._secret)
-        sender.errors_as_data = parameters.forwarded
+        sender.errors_as_data |= parameters.forwarded
         inputs, call = receive(request)
         conversation = request.correlation_id()
         if call is None:

@@ -25,8 +25,9 @@ class Sender:
         left: whether the client no longer waits for responses: it has left, or ``give_up`` was called.
         given_up: whether ``give_up`` was called.
         errors_as_data: whether an error is sent as a response with finish_reason ``error`` and the text in
-            text_output. When a model calls another model, Triton loses an error that follows a response, together with
-            its final flag.
+            text_output. Two callers need it. When a model calls another model, Triton loses an error that follows a
+            response, together with its final flag. When a client asks for ``triton_grpc_error``, an error closes its
+            stream, and Triton 2.51 crashes at the next response of another request on that stream.
     """
 
     def __init__(self, request: Any):
