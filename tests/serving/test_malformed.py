@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvloom.request import SamplingParams
 from kvloom.serving.interface import INPUTS, Part
 from kvloom_client import Client
-from support.http_door import post
+from support.http_door import post, refusal
 from support.server import assert_idle, canary
 
 HEALTHY = {"text_input": "What is deep learning?", "temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
@@ -178,3 +178,23 @@ def test_malformed_requests(server):
 @pytest.mark.full
 def test_malformed_requests_full(server):
     storm(server, 2000)
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+@pytest.mark.parametrize("shape", ["lists", "objects", "open lists"])
+def test_deeply_nested_json_ends_nothing(server, shape, endpoint):
+    depth = 10**6
+    body = {
+        "lists": lambda: '{"text_input": ' + "[" * depth + "]" * depth + "}",
+        "objects": lambda: '{"a": ' * depth + "1" + "}" * depth,
+        "open lists": lambda: '{"text_input": ' + "[" * depth,
+    }[shape]()
+    before = server.process.pid
+    with Client(server.grpc_url) as client:
+        neighbour = client.stream(**HEALTHY)
+        first = next(neighbour).text
+        assert refusal(server, body, endpoint)
+        assert first + "".join(chunk.text for chunk in neighbour) == client.generate(**HEALTHY).text
+    assert server.process.poll() is None and server.process.pid == before
+    canary(server)
+    assert_idle(server)

@@ -27,6 +27,7 @@ from kvloom.launcher.processes import SHARED_MEMORY, Guard, alive, kill_group, r
 from kvloom.launcher.repository import ModelRepository
 from kvloom.launcher.runfolder import run_folder
 from kvloom.launcher.serverlog import ServerLog, to_log, to_stderr
+from kvloom.launcher.stacks import deep_stacks
 from kvloom.progress import phase
 from kvloom_client import Client, KvloomClientError
 
@@ -126,7 +127,8 @@ class Server:
             cleanup.callback(unfollow)
             options = server._options(workdir / "models", installation.backends)
             phase("starting tritonserver")
-            server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
+            with deep_stacks():
+                server.process = spawn([str(installation.binary), *options], installation.environment(os.environ), file)
             cleanup.callback(server._end_processes)
             server._guard = Guard(server.process.pid, server.shm_prefix, run_dir)
             deadline = time.monotonic() + start_timeout_s
