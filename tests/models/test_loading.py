@@ -174,13 +174,6 @@ def test_untied_without_head_is_refused(tmp_path, sharded):
         open_model(folder)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
-    folder = make_tiny(tmp_path)
-    expected = reference(folder)
-    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    assert_same(open_model(folder).load(torch.float32), expected)
-
-
 @pytest.fixture(scope="module")
 def default() -> ModelFiles:
     return open_model(default_model())

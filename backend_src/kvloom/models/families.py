@@ -15,7 +15,8 @@ class Family:
 
     Attributes:
         name: the family's name, as in ``ModelSpec.family`` and in Hugging Face's ``model_type``.
-        hf_architecture: the class that ``architectures`` in config.json must name.
+        hf_architecture: the class that ``architectures`` in config.json must name, in any capitalization (the first
+            Llama checkpoints said ``LLaMAForCausalLM``).
         hf_defaults: values for keys that config.json omits.
         hf_serves: options of config.json that change the computation, each with the values that are supported.
         hf_ignored: suffixes of tensor names that the model does not need.
@@ -54,13 +55,15 @@ FAMILIES = (
             "tie_word_embeddings": False,
         },
         hf_serves={
-            "hidden_act": ("silu",),
+            # "swish" is the older name of the same function
+            "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "quantization_config": (),
             "compression_config": (),
         },
-        hf_ignored=("rotary_emb.inv_freq",),  # old checkpoints saved this buffer
+        # old checkpoints saved these buffers
+        hf_ignored=("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
         gguf_arch=gguf.MODEL_ARCH.LLAMA,
         gguf_permutes_qk=True,
         gguf_serves={
@@ -95,7 +98,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     if family is None:
         raise _unsupported(model_type)
     architectures = config.get("architectures") or [family.hf_architecture]
-    if architectures != [family.hf_architecture]:
+    if [str(name).lower() for name in architectures] != [family.hf_architecture.lower()]:
         raise _unsupported(architectures)
     _refuse(config, family.hf_serves)
     return family

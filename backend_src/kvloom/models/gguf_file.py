@@ -16,6 +16,7 @@ from kvloom.models.gguf_groups import GROUPED, grouped_weight
 from kvloom.models.spec import LinearScaling, ModelSpec, RopeScaling, tensor_shapes
 from kvloom.ops.linear_groups import GroupedWeight
 
+_OTHER_FILES = "use a file of another type, such as Q8_0, Q4_K_M or F16"
 _ROPE_FACTORS = "rope_freqs.weight"
 _ADVICE = "download or convert it again"
 
@@ -97,6 +98,13 @@ class _Reader(gguf.GGUFReader):
     ``ReaderField.contents()`` works on both forms.
     """
 
+    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
+        for field in fields:
+            name, kind = bytes(field.parts[1]).decode(errors="replace"), int(field.parts[4][0])
+            if kind not in iter(gguf.GGMLQuantizationType):
+                raise ModelError(f"tensor {name} has GGUF type {kind}, which is not supported; {_OTHER_FILES}")
+        super()._build_tensors(start_offs, fields)
+
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[np.ndarray], list[int], list[gguf.GGUFValueType]]:
@@ -158,9 +166,13 @@ def _spec(
     arch = family.gguf_name
 
     def integer(key: str, default: int | None = None) -> int:
-        return typed(metadata, f"{arch}.{key}", int, default)
+        key = f"{arch}.{key}"
+        value = metadata.get(key)
+        if isinstance(value, list) and len(set(value)) == 1:
+            # one value for each layer, all the same
+            return typed({key: value[0]}, key, int)
+        return typed(metadata, key, int, default)
 
-    tokens = metadata.get("tokenizer.ggml.tokens")
     hidden, heads = integer("embedding_length"), integer("attention.head_count")
     if heads < 1 or hidden % heads and f"{arch}.attention.key_length" not in metadata:
         raise ModelError(f"{arch}.embedding_length={hidden} is not a multiple of {arch}.attention.head_count={heads}")
@@ -176,14 +188,19 @@ def _spec(
         n_kv_heads=integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         intermediate_size=integer("feed_forward_length"),
-        # older files have no vocab_size
-        vocab_size=integer("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        vocab_size=_vocab_size(tensors) or integer("vocab_size"),
         context_length=integer("context_length"),
         norm_eps=_decimal(typed(metadata, f"{arch}.attention.layer_norm_rms_epsilon", float)),
         rope_theta=_decimal(typed(metadata, f"{arch}.rope.freq_base", float, 10_000.0)),
         rope_scaling=_rope_scaling(metadata, arch, factors),
         tied_embeddings="output.weight" not in tensors,
     )
+
+
+def _vocab_size(tensors: Mapping[str, Any]) -> int:
+    """Rows of the embedding, or 0 if there is none. Some files have a wrong ``vocab_size`` and older ones have none."""
+    embedding = tensors.get("token_embd.weight")
+    return 0 if embedding is None else _shape(embedding)[0]
 
 
 def _rope_scaling(metadata: Mapping[str, Any], arch: str, factors: np.ndarray | None) -> RopeScaling | None:
@@ -230,5 +247,6 @@ def _values(tensor: gguf.ReaderTensor, data: np.ndarray | None = None) -> np.nda
     try:
         values = gguf.dequantize(tensor.data if data is None else data, tensor.tensor_type)
     except NotImplementedError as error:
-        raise ModelError(f"tensor {tensor.name}: type {tensor.tensor_type.name} can't be dequantized") from error
+        kind = tensor.tensor_type.name
+        raise ModelError(f"tensor {tensor.name} has type {kind}, which is not supported; {_OTHER_FILES}") from error
     return np.require(values, np.float32, ["C", "W"])  # for fp32 the library returns a read-only view of the file
