@@ -45,6 +45,14 @@ class ChatTemplate:
         self.turns = "".join(written.values())
         """Some messages of every role that the template knows, as it writes them."""
 
+    def after_answer(self) -> str:
+        """What the template writes after an assistant's last message; "" if it refuses such a chat."""
+        chat = [self._readable(message) for message in (_QUESTION, {**_REPLY, "content": _SOME_TEXT})]
+        try:
+            return self._apply(chat, answer=False).rpartition(_SOME_TEXT)[2]
+        except InvalidArgument:
+            return ""
+
     def render(self, messages: Sequence[Message], answer: bool = True) -> str:
         """Write messages out; with ``answer``, up to where the assistant's begins.
 

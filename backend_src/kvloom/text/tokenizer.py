@@ -45,7 +45,7 @@ class Tokenizer:
         Args:
             hf: the tokenizer, with its chat template.
             prefix: ids that every prompt begins with. For nearly all models they are [BOS] or empty.
-            eos_ids: every id that ends an answer.
+            eos_ids: ids that end an answer. The one with which the chat template ends an answer is added.
             chat_special_tokens: special tokens that the text of messages spells are special tokens.
 
         Raises:
@@ -56,7 +56,6 @@ class Tokenizer:
         self._backend = hf.backend_tokenizer
         self._prefix = list(prefix)
         self.bos_id: int | None = hf.bos_token_id
-        self.eos_ids = frozenset(eos_ids)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         # A token is at most as long in the text as in the vocabulary, unless a normalizer joins characters (up to 4)
@@ -70,6 +69,7 @@ class Tokenizer:
         longest_first = sorted(self.special_tokens.values(), key=len, reverse=True)
         self._special_token = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._template = ChatTemplate(hf)
+        self.eos_ids = frozenset(eos_ids) | self._end_of_turn()
         self._special = None if chat_special_tokens else SpecialTokens(self._backend, self._template.turns)
         self._puts_blank_first = self._after_anchor("a", _ANCHORS[0]) != self._plain("a")
 
@@ -86,7 +86,8 @@ class Tokenizer:
         How text is cut and merged is what tokenizer.json says. ``AutoTokenizer`` builds it anew for many of the classes
         that a folder may name; it is asked for the names of special tokens and whether prompts begin with BOS.
 
-        An answer ends at the tokenizer's EOS and at the ``eos_token_id`` of generation_config.json and config.json.
+        An answer ends at the tokenizer's EOS, at the ``eos_token_id`` of generation_config.json and config.json, and at
+        the special token with which the chat template ends an answer.
         ``chat_special_tokens``: see ``__init__``.
 
         Raises:
@@ -230,6 +231,11 @@ class Tokenizer:
         """Text of whole ids. Unknown ids are skipped; spaces before punctuation are never "cleaned up"."""
         detokenizer = self.new_detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+
+    def _end_of_turn(self) -> set[int]:
+        """The special token with which the chat template ends an answer. Many models' configs do not name it."""
+        end = self._special_token.match(self._template.after_answer().lstrip())
+        return {token_id for token_id, text in self.special_tokens.items() if end is not None and text == end[0]}
 
     def _encode(self, said: str | ChatText, field: str, max_tokens: int | None = None) -> list[int]:
         text = said if isinstance(said, str) else said.text
