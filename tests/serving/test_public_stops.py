@@ -1,5 +1,6 @@
-"""Faults that users of such servers reported, against the real server: the texts of tokens (K05, K10, K14)."""
+"""Faults that users of such servers reported, against the real server: the texts and the ends of tokens (K05, K10, K11, K14)."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvloom.launcher.launch import Server
 from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from support.server import assert_idle, canary
-from support.tiny_models import make_it_say, make_sentencepiece_tiny, make_tiny
+from support.tiny_models import edit_config, make_it_say, make_sentencepiece_tiny, make_tiny
 
 BOTH = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -113,3 +114,21 @@ def test_k10_added_tokens_whose_letters_all_spell_bytes(tmp_path):
         assert word not in banned.token_ids
         biased = client.generate(**request, logit_bias={str(word): -100.0, str(other): 50.0})
         assert biased.text == "xxxxx"
+
+
+@pytest.mark.slow
+def test_k11_an_answer_ends_where_the_template_ends_it(tmp_path):
+    folder = make_tiny(tmp_path / "model", tied=False)
+    # the configs name another end, and there is no generation_config.json
+    edit_config(folder, eos_token_id=0)
+    (folder / "generation_config.json").unlink()
+    named = folder / "tokenizer_config.json"
+    named.write_text(json.dumps({**json.loads(named.read_text()), "eos_token": "<|endoftext|>"}))
+    end = Backend.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
+    make_it_say(folder, [end, 40])
+    request = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.0, "max_tokens": 20}
+    with serve(folder) as client:
+        told = client.generate(**request)
+        assert (told.finish_reason, told.token_ids[-1], told.text) == ("stop", end, "")
+        told = client.generate(**request, ignore_eos=True)
+        assert (told.finish_reason, told.num_output_tokens) == ("length", 20)
