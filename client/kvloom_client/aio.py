@@ -19,13 +19,13 @@ from kvloom_client.retry import Backoff, Watch
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """An answer on its way: iterate it for its chunks. As a context manager it is cancelled on leaving.
+    """A running answer. Iterate it for its chunks. A context manager that cancels it.
 
-    Iterating raises RequestFailed (the server's error) or TransportError (it did not arrive whole). After ``cancel``
-    the iteration just ends, without a finish reason.
+    Iterating raises RequestFailed (an error of the server) or TransportError (the answer did not arrive completely).
+    After ``cancel`` the iteration ends without a finish reason.
 
     Attributes:
-        request_id: the request's id, as the server sees it.
+        request_id: the request's id on the server.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], "AsyncStream | None"] | None = None,
     ):
-        """Start the first try; the arguments are those of ``Stream``."""
+        """Start the first attempt. The arguments are those of ``Stream``."""
         self.request_id = request_id
         self._url = url
         self._begin = call
@@ -92,7 +92,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     def cancel(self) -> None:
-        """Tell the server to stop working on the answer; also allowed after the end."""
+        """Cancel the answer on the server. Does nothing after the end."""
         if not self._ended:
             self._cancelled.set()
             self._call.cancel()
@@ -113,12 +113,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.cancel()
 
     async def _try_again(self, error: KvloomClientError) -> bool:
-        """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
+        """Wait and begin another attempt if it is safe and in time. Returns False if the answer has failed."""
         pause = self._backoff.pause_after(error)
         if pause is None and await self._mended(error):
             pause = 0.0
         else:
-            # before the pause: who cancels in it ends the tries there
+            # Before the pause, because a cancel during the pause ends the attempts
             self._watch.failed(error)
         if pause is not None:
             with suppress(TimeoutError):
@@ -133,7 +133,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return True
 
     async def _mended(self, error: KvloomClientError) -> bool:
-        """As ``Stream._mended``."""
+        """See ``Stream._mended``."""
         mend, self._mend = self._mend, None
         self._mending = mend(error, self._backoff.time_left) if mend is not None else None
         if self._mending is None:
@@ -148,26 +148,26 @@ class AsyncStream(AsyncIterator[Chunk]):
         return True
 
     async def _drain(self) -> None:
-        """Let the call close by itself: Triton would see a cancel of a request it is just finishing."""
+        """Let the call close by itself. Otherwise Triton would see a cancel of a request that it is about to finish."""
         try:
             async for _ in self._messages:
                 pass
         except grpc.RpcError:
-            return  # the answer is complete; how the call closes no longer matters
+            return  # the answer is complete, so errors while closing do not matter
         except asyncio.CancelledError:
             if not self._only_cancelled_here():
                 raise
 
     def _only_cancelled_here(self) -> bool:
-        """Whether a CancelledError is grpc's word for our own cancel of the call; the waiting task's must go on."""
+        """Whether a CancelledError comes from ``cancel``. If the waiting task was cancelled, it must be raised."""
         task = asyncio.current_task()
         return self._cancelled.is_set() and not (task is not None and task.cancelling())
 
 
 class AsyncClient:
-    """Talks to the kvloom models of one tritonserver over gRPC, from one event loop.
+    """Sends requests to the kvloom models of one tritonserver over gRPC, from one event loop.
 
-    Every request is a call of its own on the shared connection.
+    Every request is a separate call on the shared connection.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         compression: Compression | None = None,
     ):
-        """Connects with the first request.
+        """Create a client. It connects with the first request.
 
         Args:
-            url: ``host:port`` of Triton's gRPC endpoint or of a proxy before it; ``grpcs://host:port`` is encrypted.
-            tls: how to encrypt; True: with the certificates that gRPC trusts.
-            headers: sent with every call as its metadata, such as ``{"authorization": "Bearer ..."}``.
-            compression: of the requests.
+            url: ``host:port`` of Triton's gRPC endpoint or of a proxy for it; ``grpcs://host:port`` for TLS.
+            tls: how to encrypt; True for TLS with the certificates that gRPC trusts.
+            headers: metadata of every call, such as ``{"authorization": "Bearer ..."}``.
+            compression: the compression of requests.
 
         Raises:
-            InvalidArgument: one of these can't be used.
+            InvalidArgument: an argument is invalid.
         """
         connection = Connection.parse(url, tls, headers or {})
         self.url = url
@@ -198,43 +198,43 @@ class AsyncClient:
     def stream(
         self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
     ) -> AsyncStream:
-        """Ask for an answer and get its chunks as they come.
+        """Request an answer and receive its chunks as they come.
 
         Args:
-            timeout: seconds for the whole answer, retries included; None waits for ever.
-            retries: how often to ask again where that is safe, as for ``Client.stream``.
-            request: the prompt and how to sample, see RequestArguments.
+            timeout: maximum seconds for the whole answer including retries; None for no limit.
+            retries: maximum number of retries, see ``Client.stream``.
+            request: the prompt, sampling keys and options, see RequestArguments.
 
         Raises:
-            InvalidArgument: at once, when the request can't be sent; everything else is raised while iterating.
+            InvalidArgument: the request can't be sent. All other errors are raised while iterating.
         """
         return self._send(build_request(stream=True, **request), timeout, retries)
 
     async def generate(
         self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
     ) -> Answer:
-        """Ask for an answer and wait for all of it; the arguments are those of ``stream``.
+        """Request an answer and wait for all of it. The arguments are those of ``stream``.
 
         Raises:
             RequestFailed: the server answered with an error.
-            TransportError: the answer did not arrive, or not whole.
+            TransportError: the answer did not arrive completely.
         """
         async with self._send(build_request(stream=False, **request), timeout, retries) as stream:
             return join([chunk async for chunk in stream])
 
     def conversation(self, conversation: int | str | None = None) -> AsyncConversation:
-        """A conversation with the server, whose turns say only what is new; as ``Client.conversation``."""
+        """A conversation, whose turns send only new messages, see ``Client.conversation``."""
         return AsyncConversation(self, conversation)
 
     async def control(
         self, op: str, conversation: int | str | None = None, *, timeout: float | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Ask the engine for something else than an answer; as ``Client.control``."""
+        """Send a control request, see ``Client.control``."""
         async with self._send(build_control(op, conversation, **fields), timeout, 0) as stream:
             return read_control([chunk async for chunk in stream])
 
     async def close(self) -> None:
-        """Close the connection; answers on their way are cancelled."""
+        """Close the connection. Running answers are cancelled."""
         await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":

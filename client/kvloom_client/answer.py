@@ -1,4 +1,4 @@
-"""Answers and the chunks they come in, whichever way they came."""
+"""Answers and their chunks, for all protocols."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,17 @@ from kvloom_client.errors import IncompleteAnswer, ServerError
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one response adds to an answer.
+    """The part that one response adds to an answer.
 
     Attributes:
-        text: the text that became certain with it; may be empty.
-        token_ids: tokens generated since the previous chunk, end and stop tokens included.
+        text: new text since the previous chunk; may be empty.
+        token_ids: tokens generated since the previous chunk, including end and stop tokens.
         finish_reason: why the answer ended (``stop``, ``length``, ...); None before the last chunk.
-        num_input_tokens: tokens of the prompt.
-        logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless asked for.
-        cumulative_logprob: sum of the log probabilities of every token so far; None unless asked for.
-        usage: what the answer took (tokens, times in milliseconds, blocks), on the last chunk; None unless asked for.
+        num_input_tokens: number of tokens of the prompt.
+        logprobs: one entry per token: ``id``, ``text``, ``logprob`` and ``top``; None unless requested.
+        cumulative_logprob: sum of the log probabilities of all tokens so far; None unless requested.
+        usage: the resources that the answer used (tokens, times in milliseconds, blocks), on the last chunk; None
+            unless requested.
     """
 
     text: str
@@ -32,13 +33,13 @@ class Chunk:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were generated."""
+        """Number of new tokens."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Chunk):
-    """A whole answer: what its chunks are together, without the prompt.
+    """A whole answer: its chunks joined, without the prompt.
 
     Attributes:
         finish_reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``deadline``.
@@ -49,17 +50,17 @@ class Answer(Chunk):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One message of a stream: a chunk, unless it is only the mark of the end; ``final`` when nothing follows."""
+    """One message of a stream. The last one has ``final`` set and may have no chunk."""
 
     chunk: Chunk | None
     final: bool
 
 
 def chunk_of(outputs: Mapping[str, Any]) -> Chunk:
-    """A response's chunk. ``outputs``: name to a value or a list of values; what is absent was not asked for.
+    """The chunk of a response. ``outputs`` maps names to a value or a list of values; missing ones were not requested.
 
     Raises:
-        ValueError: an output is not what its name promises.
+        ValueError: an output is malformed.
     """
     logprobs, usage = _first(outputs, "logprobs"), _first(outputs, "usage")
     return Chunk(
@@ -74,14 +75,14 @@ def chunk_of(outputs: Mapping[str, Any]) -> Chunk:
 
 
 def join(chunks: Sequence[Chunk]) -> Answer:
-    """The whole answer; ``chunks`` are all of a finished stream's.
+    """Join all chunks of a finished stream to an answer.
 
     Raises:
-        IncompleteAnswer: the server ended the stream without saying why.
+        IncompleteAnswer: the last chunk has no finish reason.
     """
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None:
-        raise IncompleteAnswer("the last response carries no finish reason")
+        raise IncompleteAnswer("the last response has no finish reason")
     logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     return Answer(
         text="".join(chunk.text for chunk in chunks),
@@ -95,7 +96,7 @@ def join(chunks: Sequence[Chunk]) -> Answer:
 
 
 def read_control(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """The reply to a control request; ``chunks`` are all of its finished stream's.
+    """Parse the reply to a control request from all chunks of its finished stream.
 
     Raises:
         ServerError: it is not a JSON object.
@@ -111,7 +112,7 @@ def read_control(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def _many(outputs: Mapping[str, Any], name: str) -> list[Any]:
-    # Triton's JSON has a bare value where a tensor has one element
+    # Triton's JSON has a bare value for a tensor with one element
     value = outputs.get(name, [])
     return value if isinstance(value, list) else [value]
 

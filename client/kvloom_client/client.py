@@ -18,9 +18,9 @@ from kvloom_client.stream import Stream
 
 
 class Client:
-    """Talks to the kvloom models of one tritonserver over gRPC.
+    """Sends requests to the kvloom models of one tritonserver over gRPC.
 
-    One client may be used by many threads at once; every request is a call of its own on the shared connection.
+    Many threads may use one client at once. Every request is a separate call on the shared connection.
     """
 
     def __init__(
@@ -31,16 +31,16 @@ class Client:
         headers: Mapping[str, str] | None = None,
         compression: Compression | None = None,
     ):
-        """Connects with the first request.
+        """Create a client. It connects with the first request.
 
         Args:
-            url: ``host:port`` of Triton's gRPC endpoint or of a proxy before it; ``grpcs://host:port`` is encrypted.
-            tls: how to encrypt; True: with the certificates that gRPC trusts.
-            headers: sent with every call as its metadata, such as ``{"authorization": "Bearer ..."}``.
-            compression: of the requests.
+            url: ``host:port`` of Triton's gRPC endpoint or of a proxy for it; ``grpcs://host:port`` for TLS.
+            tls: how to encrypt; True for TLS with the certificates that gRPC trusts.
+            headers: metadata of every call, such as ``{"authorization": "Bearer ..."}``.
+            compression: the compression of requests.
 
         Raises:
-            InvalidArgument: one of these can't be used.
+            InvalidArgument: an argument is invalid.
         """
         connection = Connection.parse(url, tls, headers or {})
         self.url = url
@@ -49,64 +49,66 @@ class Client:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]) -> Stream:
-        """Ask for an answer and get its chunks as they come.
+        """Request an answer and receive its chunks as they come.
 
         Args:
-            timeout: seconds for the whole answer, retries included; None waits for ever.
-            retries: how often to ask again where that is safe: nothing of the answer has arrived, and there was no
-                connection or the server refused the request as UNAVAILABLE. Pauses grow from 0.1 s to 5 s.
-            request: the prompt and how to sample, see RequestArguments.
+            timeout: maximum seconds for the whole answer including retries; None for no limit.
+            retries: maximum number of retries. A request is retried only if that is safe: no part of the answer has
+                arrived, and there was no connection or the server refused the request as UNAVAILABLE. The pauses grow
+                from 0.1 s to 5 s.
+            request: the prompt, sampling keys and options, see RequestArguments.
 
         Raises:
-            InvalidArgument: at once, when the request can't be sent; everything else is raised while iterating.
+            InvalidArgument: the request can't be sent. All other errors are raised while iterating.
         """
         return self._send(build_request(stream=True, **request), timeout, retries)
 
     def generate(
         self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
     ) -> Answer:
-        """Ask for an answer and wait for all of it; the arguments are those of ``stream``.
+        """Request an answer and wait for all of it. The arguments are those of ``stream``.
 
         Raises:
             RequestFailed: the server answered with an error.
-            TransportError: the answer did not arrive, or not whole.
+            TransportError: the answer did not arrive completely.
         """
         with self._send(build_request(stream=False, **request), timeout, retries) as stream:
             return join(list(stream))
 
     def conversation(self, conversation: int | str | None = None) -> Conversation:
-        """A conversation with the server, whose turns say only what is new.
+        """A conversation, whose turns send only new messages.
 
         Args:
-            conversation: its sequence id, a positive integer or a text of up to 128 characters; the integer 7 and the
-                text "7" differ. None mints one.
+            conversation: its sequence id, a positive integer or a string of up to 128 characters. The integer 7 and the
+                string "7" are different ids. None generates one.
         """
         return Conversation(self, conversation)
 
     def control(
         self, op: str, conversation: int | str | None = None, *, timeout: float | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Ask the engine for something else than an answer.
+        """Send a control request.
 
         Args:
             op: ``ping``, ``status``, ``cancel``, ``end``, ``flush`` or ``drain``.
-            conversation: its sequence id, for the ops that are about one; the integer 7 and the text "7" differ.
-            timeout: seconds; None waits for ever.
+            conversation: the sequence id, for ``status``, ``cancel`` and ``end``. The integer 7 and the string "7" are
+                different ids.
+            timeout: maximum seconds; None for no limit.
             fields: further keys of the op, such as ``admin_token``.
 
         Returns:
-            What the server says: ``op``, ``ok`` and what the op is about.
+            The server's reply: ``op``, ``ok`` and the results of the op.
 
         Raises:
-            InvalidArgument: at once, when ``status``, ``cancel`` or ``end`` comes without a conversation.
-            RequestFailed: the server refused it.
-            TransportError: its reply did not arrive.
+            InvalidArgument: ``status``, ``cancel`` or ``end`` has no conversation.
+            RequestFailed: the server refused the request.
+            TransportError: the reply did not arrive.
         """
         with self._send(build_control(op, conversation, **fields), timeout, 0) as stream:
             return read_control(list(stream))
 
     def close(self) -> None:
-        """Close the connection; answers on their way are cancelled."""
+        """Close the connection. Running answers are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> "Client":
@@ -136,7 +138,7 @@ class Client:
 
 
 class _Call(Iterator[Reply]):
-    """One try over gRPC."""
+    """One attempt over gRPC."""
 
     def __init__(
         self,
@@ -165,9 +167,9 @@ class _Call(Iterator[Reply]):
         self._messages.cancel()
 
     def _drain(self) -> None:
-        """Let the call close by itself: Triton would see a cancel of a request it is just finishing."""
+        """Let the call close by itself. Otherwise Triton would see a cancel of a request that it is about to finish."""
         try:
             for _ in self._messages:
                 pass
         except grpc.RpcError:
-            return  # the answer is complete; how the call closes no longer matters
+            return  # the answer is complete, so errors while closing do not matter

@@ -1,4 +1,4 @@
-"""How a client reaches its server: address, encryption, headers. The same for all clients."""
+"""A client's connection to its server: address, encryption and headers. All clients use it."""
 
 import re
 import ssl
@@ -13,7 +13,7 @@ import grpc
 from kvloom_client.errors import InvalidArgument
 
 Compression = Literal["gzip", "deflate"]
-"""Of gRPC's messages. Triton's HTTP endpoints for answers take none."""
+"""The compression of gRPC messages. Triton's HTTP endpoints for answers support none."""
 
 Headers = tuple[tuple[str, str], ...]
 """Names in lower case, and values."""
@@ -25,11 +25,11 @@ _ALGORITHMS = {None: None, "gzip": grpc.Compression.Gzip, "deflate": grpc.Compre
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How the connection is encrypted.
+    """TLS settings of a connection.
 
     Attributes:
-        ca_file: certificates that are trusted, as PEM; None: those that the system, or gRPC, trusts.
-        certificate_file: the client's own certificate, as PEM, for a server that asks for one.
+        ca_file: PEM file of the trusted CA certificates; None for those that the system or gRPC trusts.
+        certificate_file: PEM file of the client's certificate, for a server that requires one.
         key_file: the private key of ``certificate_file``.
     """
 
@@ -44,12 +44,12 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where a server is and what every call to it carries.
+    """The address of a server, and the encryption and headers of every call.
 
     Attributes:
-        address: ``host:port``, with the path of a proxy behind it where the URL had one.
-        tls: None: not encrypted.
-        headers: sent with every call.
+        address: ``host:port``, followed by the path if the URL of a proxy has one.
+        tls: the TLS settings; None for no encryption.
+        headers: the headers of every call.
     """
 
     address: str
@@ -58,15 +58,15 @@ class Connection:
 
     @classmethod
     def parse(cls, url: str, tls: Tls | bool, headers: Mapping[str, str]) -> "Connection":
-        """Check what a client was given.
+        """Check the arguments of a client.
 
         Args:
-            url: ``host:port``; with ``https://`` or ``grpcs://`` in front it is encrypted, too.
-            tls: True: encrypted, with the certificates that the system trusts.
-            headers: sent with every call.
+            url: ``host:port``. ``https://`` or ``grpcs://`` in front of it means TLS.
+            tls: TLS settings; True for TLS with the certificates that the system trusts.
+            headers: the headers of every call.
 
         Raises:
-            InvalidArgument: naming what is wrong.
+            InvalidArgument: an argument is wrong. The message names it.
         """
         scheme, slashes, rest = url.partition("://")
         address = (rest if slashes else url).rstrip("/")
@@ -79,19 +79,19 @@ class Connection:
 
     @property
     def base_url(self) -> str:
-        """The address for HTTP."""
+        """The base URL for HTTP."""
         return f"{'http' if self.tls is None else 'https'}://{self.address}"
 
     def open(self, library: Any, options: Sequence[tuple[str, int]], compression: Compression | None) -> Any:
-        """Open gRPC's channel.
+        """Open a gRPC channel.
 
         Args:
             library: ``grpc`` or ``grpc.aio``.
-            options: of the channel.
-            compression: of the messages that are sent.
+            options: the options of the channel.
+            compression: the compression of sent messages.
 
         Raises:
-            InvalidArgument: it can't be: the address has a path, a file can't be read, no such compression.
+            InvalidArgument: the address has a path, a file can't be read, or the compression is unknown.
         """
         if urlsplit(f"//{self.address}").path:
             raise InvalidArgument(f"INVALID_ARG: url: gRPC takes host:port without a path, not {self.address!r}")
@@ -108,10 +108,10 @@ class Connection:
         return library.secure_channel(self.address, credentials, **more)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What HTTP encrypts with; None: nothing.
+        """The SSL context for HTTP; None for no encryption.
 
         Raises:
-            InvalidArgument: a file can't be read, or holds no certificate or key.
+            InvalidArgument: a file can't be read or contains no certificate or key.
         """
         if self.tls is None:
             return None
@@ -129,7 +129,7 @@ def _checked(headers: Mapping[str, str]) -> Headers:
     checked = []
     for name, value in headers.items():
         if not re.fullmatch(r"[0-9A-Za-z_.-]+", name) or name.lower().startswith("grpc-"):
-            raise InvalidArgument(f"INVALID_ARG: headers: {name!a} can't be the name of a header")
+            raise InvalidArgument(f"INVALID_ARG: headers: {name!a} is not a valid name of a header")
         if not re.fullmatch(r"[ -~]*", value):
             raise InvalidArgument(f"INVALID_ARG: headers: the value of {name} is not printable ASCII")
         checked.append((name.lower(), value))
@@ -146,7 +146,7 @@ def _content(name: str, file: str | Path | None) -> bytes | None:
 
 
 def parse_headers(lines: Iterable[str]) -> dict[str, str]:
-    """Headers from lines of the form ``NAME: VALUE``.
+    """Parse headers from lines of the form ``NAME: VALUE``.
 
     Raises:
         InvalidArgument: a line has no colon.

@@ -1,4 +1,4 @@
-"""Conversations: turns of one Triton sequence, whose cache the server keeps between them."""
+"""Conversations: turns of one Triton sequence. The server keeps their KV cache between turns."""
 
 import uuid
 from types import TracebackType
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class _Turns:
-    """What both conversations know of their turns.
+    """The state that both classes of conversations share.
 
     Attributes:
         id: the sequence id.
-        begun: whether the server has it, as far as is known here: a turn begins it otherwise.
+        begun: whether the server has the conversation, as far as the client knows. Otherwise the next turn starts it.
     """
 
     def __init__(self, conversation: int | str | None):
@@ -38,19 +38,19 @@ class _Turns:
         return build_request(place=Place(self.id, start=not self.begun, end=last), **request)
 
     def _opening(self) -> Request:
-        """Lets Triton know the id, and asks the engine whether it has the conversation.
+        """A request that starts the sequence in Triton and asks the engine for the conversation's status.
 
-        Of a conversation that it does not have, the engine ends what this began in Triton. Triton has refused the turn
-        before, so that the engine has seen nothing of it, not even that it was the last.
+        If the engine does not have the conversation, it ends the sequence in Triton again. Triton has refused the turn
+        before, so the engine has not seen it.
         """
         return build_control("status", self.id, place=Place(self.id, start=True))
 
 
 class _Turn(Watch):
-    """One turn on its way: keeps ``begun`` as what is known of the server while the tries go on.
+    """Updates ``begun`` during the attempts to send one turn.
 
-    In doubt the server has the conversation: a next turn is then refused as NotFound where it has none, and a start
-    would make it forget what it may well have.
+    In doubt the server is assumed to have the conversation. If it does not, the next turn fails as NotFound, whereas a
+    start would drop a conversation that the server may have.
     """
 
     def __init__(self, conversation: _Turns, last: bool):
@@ -59,7 +59,7 @@ class _Turn(Watch):
         self._last = last
 
     def sending(self) -> None:
-        # a last one has ended nothing before it has arrived
+        # The last turn ends the conversation only when it has arrived
         if not self._last:
             self._conversation.begun = True
 
@@ -69,32 +69,37 @@ class _Turn(Watch):
 
     def failed(self, error: KvloomClientError) -> None:
         refused = isinstance(error, RequestFailed)
-        # one that another client restarted is there, with other content
+        # If another client has restarted the conversation, the server has it, with other content
         restarted = isinstance(error, Cancelled)
         if isinstance(error, NotFound) or (refused and self._last) or (refused and self._start and not restarted):
             self._conversation.begun = False
         elif isinstance(error, ConnectionFailed) and not error.sent:
-            # as before the turn
+            # The turn has changed nothing
             self._conversation.begun = not self._start
 
     def may_retry(self, error: KvloomClientError) -> bool:
-        # a last turn ends what it was to go on, also where it is refused
+        # A last turn ends the conversation even if it is refused
         ended = self._last and not self._start and isinstance(error, RequestFailed)
         return not ended and super().may_retry(error)
 
 
 class Conversation(_Turns):
-    """A conversation over gRPC, made by ``Client.conversation``. As a context manager it is ended on leaving.
+    """A conversation over gRPC, created by ``Client.conversation``. A context manager that ends it.
 
-    The first turn begins it on the server, the later ones say only what is new. A conversation that the server has
-    lost (idle for too long, evicted, restarted) fails with NotFound; the turn after that begins a new one of the same
-    id, so it must say all that is to be known.
+    The first turn starts the conversation on the server, and later turns send only new messages. If the server has lost
+    it (idle for too long, evicted, server restarted), a turn fails with NotFound. The next turn starts a new
+    conversation with the same id, so it must send all messages.
 
-    One turn after the other; while one is on its way, another thread may ``interrupt`` it.
+    Send one turn after the other. While a turn runs, another thread may ``interrupt`` it.
     """
 
     def __init__(self, client: "Client", conversation: int | str | None = None):
-        """Args: client: whom to ask. conversation: the sequence id; None mints one."""
+        """Create a conversation. Nothing is sent.
+
+        Args:
+            client: sends the requests.
+            conversation: the sequence id; None generates one.
+        """
         super().__init__(conversation)
         self._client = client
 
@@ -106,14 +111,14 @@ class Conversation(_Turns):
         retries: int = 0,
         **request: Unpack[RequestArguments],
     ) -> "Stream":
-        """Say something and get the answer's chunks as they come; ``Client.stream`` explains the arguments.
+        """Send a turn and receive the answer's chunks as they come. ``Client.stream`` describes the arguments.
 
         Args:
-            last: the conversation ends with this turn, also where the server refuses it.
-            timeout: seconds for the whole answer, retries included.
-            retries: how often to ask again where that is safe. A last turn that the server has refused is not sent
-                again: it has ended the conversation that it belongs to.
-            request: what is new, and how to sample.
+            last: whether the conversation ends with this turn, even if the server refuses it.
+            timeout: maximum seconds for the whole answer including retries.
+            retries: maximum number of retries. A last turn that the server has refused is not sent again, because it
+                has ended its conversation.
+            request: the new messages or text, sampling keys and options.
         """
         return self._ask(timeout, retries, last, stream=True, **request)
 
@@ -125,30 +130,30 @@ class Conversation(_Turns):
         retries: int = 0,
         **request: Unpack[RequestArguments],
     ) -> Answer:
-        """Say something and wait for the whole answer; the arguments are those of ``stream``.
+        """Send a turn and wait for the whole answer. The arguments are those of ``stream``.
 
         Raises:
             NotFound: the server has lost the conversation.
-            RequestFailed: the server answered with another error; the conversation is as before the turn, unless that
-                was to be the last.
-            TransportError: the answer did not arrive, or not whole.
+            RequestFailed: the server answered with another error. The turn has not changed the conversation, unless it
+                was the last.
+            TransportError: the answer did not arrive completely.
         """
         with self._ask(timeout, retries, last, stream=False, **request) as stream:
             return join(list(stream))
 
     def interrupt(self, timeout: float | None = None) -> None:
-        """End the answer that is on its way (barge-in): its stream ends as ``cancelled``, with all that was said.
+        """End the running answer (barge-in). Its stream ends as ``cancelled`` with the text so far.
 
-        What was said stays part of the conversation. From any thread.
+        This text stays in the conversation. Any thread may call this.
         """
         self._client.control("cancel", self.id, timeout=timeout)
 
     def status(self, timeout: float | None = None) -> dict[str, Any]:
-        """What the server keeps of it: ``tokens``, ``blocks``, ``dtype``, ``policy``, ``idle_s``, ``busy``."""
+        """The state on the server: ``tokens``, ``blocks``, ``dtype``, ``policy``, ``idle_s``, ``busy``."""
         return self._client.control("status", self.id, timeout=timeout)
 
     def end(self, timeout: float | None = None) -> None:
-        """Let the server forget it, after the turns that are on their way; nothing happens where it has none."""
+        """End the conversation on the server after its running turns. Does nothing if the server does not have it."""
         if self.begun:
             self.begun = False
             try:
@@ -174,18 +179,18 @@ class Conversation(_Turns):
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "Stream | None":
-        """Where only Triton may have lost it, as a server that was just started anew has: what lets it know it again.
+        """Start the sequence in Triton again if Triton does not know it, for example after a restart of the server.
 
-        That fails as NOT_FOUND where the engine has lost it too.
+        Fails as NotFound if the engine does not have the conversation either.
         """
         return self._client._send(self._opening(), timeout, 0) if isinstance(error, UnknownSequence) else None
 
 
 class AsyncConversation(_Turns):
-    """A conversation over gRPC, made by ``AsyncClient.conversation``; as ``Conversation``."""
+    """A conversation over gRPC, created by ``AsyncClient.conversation``. Works like ``Conversation``."""
 
     def __init__(self, client: "AsyncClient", conversation: int | str | None = None):
-        """Args: client: whom to ask. conversation: the sequence id; None mints one."""
+        """Create a conversation, see ``Conversation``."""
         super().__init__(conversation)
         self._client = client
 
@@ -197,7 +202,7 @@ class AsyncConversation(_Turns):
         retries: int = 0,
         **request: Unpack[RequestArguments],
     ) -> "AsyncStream":
-        """Say something and get the answer's chunks as they come; as ``Conversation.stream``."""
+        """Send a turn and receive the answer's chunks as they come, see ``Conversation.stream``."""
         return self._ask(timeout, retries, last, stream=True, **request)
 
     async def generate(
@@ -208,20 +213,20 @@ class AsyncConversation(_Turns):
         retries: int = 0,
         **request: Unpack[RequestArguments],
     ) -> Answer:
-        """Say something and wait for the whole answer; as ``Conversation.generate``."""
+        """Send a turn and wait for the whole answer, see ``Conversation.generate``."""
         async with self._ask(timeout, retries, last, stream=False, **request) as stream:
             return join([chunk async for chunk in stream])
 
     async def interrupt(self, timeout: float | None = None) -> None:
-        """End the answer that is on its way; as ``Conversation.interrupt``."""
+        """End the running answer, see ``Conversation.interrupt``."""
         await self._client.control("cancel", self.id, timeout=timeout)
 
     async def status(self, timeout: float | None = None) -> dict[str, Any]:
-        """What the server keeps of it; as ``Conversation.status``."""
+        """The conversation's state on the server, see ``Conversation.status``."""
         return await self._client.control("status", self.id, timeout=timeout)
 
     async def end(self, timeout: float | None = None) -> None:
-        """Let the server forget it; as ``Conversation.end``."""
+        """End the conversation on the server, see ``Conversation.end``."""
         if self.begun:
             self.begun = False
             try:
@@ -247,5 +252,5 @@ class AsyncConversation(_Turns):
         )
 
     def _reopen(self, error: KvloomClientError, timeout: float | None) -> "AsyncStream | None":
-        """As ``Conversation._reopen``."""
+        """See ``Conversation._reopen``."""
         return self._client._send(self._opening(), timeout, 0) if isinstance(error, UnknownSequence) else None

@@ -1,4 +1,4 @@
-"""The HTTP client, for plain and threaded programs: Triton's generate endpoints, without gRPC."""
+"""The HTTP client for synchronous and threaded programs. It uses Triton's generate endpoints."""
 
 import json
 import socket
@@ -25,71 +25,72 @@ from kvloom_client.sse import events
 from kvloom_client.stream import Stream
 
 CLOSING_S = 1.0
-"""Seconds that a server gets to close a stream that has ended."""
+"""Maximum seconds to wait until the server closes a stream that has ended."""
 
 
 class HttpClient:
-    """Talks to the ``generate`` model of one tritonserver over HTTP.
+    """Sends requests to the ``generate`` model of one tritonserver over HTTP.
 
-    One client may be used by many threads at once; every request has a connection of its own.
+    Many threads may use one client at once. Every request has a separate connection.
     """
 
     def __init__(self, url: str, *, tls: Tls | bool = False, headers: Mapping[str, str] | None = None):
-        """Connects with the first request.
+        """Create a client. It connects with the first request.
 
         Args:
-            url: ``host:port`` of Triton's HTTP endpoint, or of a proxy in front of it, whose path may follow;
-                ``https://host:port`` is encrypted.
-            tls: how to encrypt; True: with the certificates that the system trusts.
-            headers: sent with every call, such as ``{"authorization": "Bearer ..."}``.
+            url: ``host:port`` of Triton's HTTP endpoint or of a proxy for it, whose path may follow;
+                ``https://host:port`` for TLS.
+            tls: how to encrypt; True for TLS with the certificates that the system trusts.
+            headers: headers of every call, such as ``{"authorization": "Bearer ..."}``.
 
         Raises:
-            InvalidArgument: one of these can't be used.
+            InvalidArgument: an argument is invalid.
         """
         connection = Connection.parse(url, tls, headers or {})
         self.url = url
         self._client = httpx.Client(
             base_url=connection.base_url,
             headers=connection.headers,
-            # one connection for one request: a cancel breaks its connection off, and one that idled may be dead
+            # One connection per request, because a cancel breaks it and an idle connection may be dead
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            # the caller's address is meant as it is; a proxy from the environment would swallow 127.0.0.1
+            # No proxy from the environment, which would also be used for 127.0.0.1
             trust_env=False,
-            # plain HTTP needs no certificates; loading them takes 20 ms
+            # Plain HTTP needs no certificates; loading them takes 20 ms
             verify=connection.ssl_context() or False,
         )
 
     def stream(self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]) -> Stream:
-        """Ask for an answer and get its chunks as they come. The request goes out with the first ``next``.
+        """Request an answer and receive its chunks as they come. The first ``next`` sends the request.
 
         Args:
-            timeout: seconds for the whole answer, retries included, from the first ``next``; None waits for ever.
-            retries: how often to ask again where that is safe: nothing of the answer has arrived, and there was no
-                connection or the server refused the request as UNAVAILABLE. Pauses grow from 0.1 s to 5 s.
-            request: the prompt and how to sample, see RequestArguments.
+            timeout: maximum seconds for the whole answer including retries, from the first ``next``; None for no limit.
+            retries: maximum number of retries. A request is retried only if that is safe: no part of the answer has
+                arrived, and there was no connection or the server refused the request as UNAVAILABLE. The pauses grow
+                from 0.1 s to 5 s.
+            request: the prompt, sampling keys and options, see RequestArguments.
 
         Raises:
-            InvalidArgument: at once, when the request can't be sent; everything else is raised while iterating.
+            InvalidArgument: the request can't be sent. All other errors are raised while iterating.
         """
         return self._send(build_request(stream=True, **_defaults(request)), "generate_stream", timeout, retries)
 
     def generate(
         self, *, timeout: float | None = None, retries: int = 0, **request: Unpack[RequestArguments]
     ) -> Answer:
-        """Ask for an answer and wait for all of it; the arguments are those of ``stream``.
+        """Request an answer and wait for all of it. The arguments are those of ``stream``.
 
-        Triton does not notice when a client leaves this endpoint: the server works on after a ``timeout``. Give
-        ``deadline_ms`` too, or use ``stream``.
+        Triton does not notice when a client disconnects from this endpoint, so the server continues after a
+        ``timeout``. Give ``deadline_ms`` too, or use ``stream``.
 
         Raises:
             RequestFailed: the server answered with an error.
-            TransportError: the answer did not arrive, or not whole.
+            TransportError: the answer did not arrive completely.
         """
         with self._send(build_request(stream=False, **_defaults(request)), "generate", timeout, retries) as stream:
             return join(list(stream))
 
     def close(self) -> None:
-        """Close the client, after its answers have ended or were cancelled; it can't be used any more."""
+        """Close the client. All answers must have ended or been cancelled."""
         self._client.close()
 
     def __enter__(self) -> "HttpClient":
@@ -109,7 +110,7 @@ class HttpClient:
 
 
 class _Call(Iterator[Reply]):
-    """One try over HTTP."""
+    """One attempt over HTTP."""
 
     def __init__(self, client: httpx.Client, url: str, path: str, body: bytes, timeout: float | None):
         self._client = client
@@ -137,11 +138,11 @@ class _Call(Iterator[Reply]):
         try:
             self._replies.close()
         except ValueError:
-            return  # another thread is in it: it finds the connection broken off, and closes it
+            return  # another thread reads the replies; its read fails and it closes them
 
     def _exchange(self) -> Generator[Reply]:
         limit = threading.Timer(self._timeout or 0, self._expire)
-        limit.daemon = True  # a program that leaves an answer behind need not wait for it
+        limit.daemon = True  # a program may end before its answers have ended
         if self._timeout is not None:
             limit.start()
         try:
@@ -150,7 +151,7 @@ class _Call(Iterator[Reply]):
                 self._path,
                 content=self._body,
                 headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-                # a limit per read would not bound the answer; the timer does
+                # A timeout per read would not bound the whole answer; the timer does
                 timeout=httpx.Timeout(None, connect=self._timeout),
                 extensions={"trace": self._trace},
             ) as response:
@@ -159,7 +160,7 @@ class _Call(Iterator[Reply]):
             limit.cancel()
 
     def _read(self, response: httpx.Response) -> Iterator[Reply]:
-        # an error that comes before the answer is an event too, under status 400, where it was the model's own
+        # An error of the model before the first part of the answer is an event, too, with status 400
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             received = response.iter_raw()
             for data in events(received):
@@ -174,7 +175,7 @@ class _Call(Iterator[Reply]):
         self._check_time()
 
     def _drain(self, received: Iterator[bytes]) -> None:
-        """Let the server close the stream, but do not wait for ever: the answer is complete."""
+        """Let the server close the stream, for a limited time: the answer is complete."""
         limit = threading.Timer(CLOSING_S, self._break_off)
         limit.start()
         try:
@@ -186,18 +187,18 @@ class _Call(Iterator[Reply]):
             limit.cancel()
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
-        # where the connection is encrypted, the second socket takes the place of the first
+        # With TLS, the second event's socket replaces the first one's
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self._broken_off:
                 self._break_off()
 
     def _break_off(self) -> None:
-        """Make a read in another thread return; that thread alone may close the socket."""
+        """Make a read in another thread return. Only that thread may close the socket."""
         self._broken_off = True
         if self._socket is not None:
-            with suppress(OSError):  # closed already
-                # of a plain socket: an encrypted one would forget that it is, while another thread reads from it
+            with suppress(OSError):  # it is closed already
+                # The plain socket's method: SSLSocket.shutdown drops the encryption while another thread still reads
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _expire(self) -> None:
@@ -205,7 +206,7 @@ class _Call(Iterator[Reply]):
         self._break_off()
 
     def _check_time(self) -> None:
-        # where a body ends with its connection, breaking it off looks like the end
+        # If a body ends with its connection, a timeout looks like the end of the body
         if self._timed_out:
             raise self._too_late()
 
@@ -214,10 +215,10 @@ class _Call(Iterator[Reply]):
 
 
 def _decode(body: str | bytes, status: int, url: str) -> Reply:
-    """One response.
+    """Decode a response.
 
     Raises:
-        RequestFailed: the server's error, typed by the code its text begins with. Nothing follows it.
+        RequestFailed: the response is an error of the server, which is the last response.
     """
     try:
         outputs = json.loads(body)
@@ -229,11 +230,11 @@ def _decode(body: str | bytes, status: int, url: str) -> Reply:
         raise access_denied(url, f"HTTP {status}")
     if status != 200 or not isinstance(outputs, dict):
         shown = body[:200] if isinstance(body, str) else body[:200].decode("utf-8", errors="replace")
-        raise ServerError(f"HTTP {status} without an answer, is it Triton's HTTP port? {shown!r}")
+        raise ServerError(f"HTTP {status} without an answer; check that it is Triton's HTTP port: {shown!r}")
     try:
         chunk = chunk_of(outputs)
     except ValueError as error:
-        raise ServerError(f"the server's response can't be read, is it a kvloom model? {error}") from error
+        raise ServerError(f"can't read the server's response; check that the model is kvloom's: {error}") from error
     return Reply(chunk, chunk.finish_reason is not None)
 
 

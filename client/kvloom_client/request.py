@@ -1,4 +1,4 @@
-"""What a client may ask for, before it is put into a protocol."""
+"""Builds requests from a client's arguments, for all protocols."""
 
 import json
 import operator
@@ -19,24 +19,25 @@ _NUMBERS = ("stream_interval_ms", "priority", "deadline_ms")
 
 
 class RequestArguments(TypedDict, total=False):
-    """What a request may say: exactly one prompt, what shall come back, how it is served, and how to sample.
+    """The arguments of a request: exactly one prompt, the requested outputs, options and sampling keys.
 
     Attributes:
         text_input: the prompt as text.
         messages: the prompt as chat messages, each with ``role`` and ``content``.
         input_ids: the prompt as token ids.
-        model: ``llm`` or ``generate``. Over gRPC ``llm`` is the default, over HTTP ``generate``.
-        request_id: shown in the server's log; minted when absent.
-        return_logprobs: let chunks carry ``logprobs``; ``logprobs=N`` adds the N likeliest tokens to each entry.
-        return_cumulative_logprob: let chunks carry ``cumulative_logprob``.
-        return_usage: let the last chunk carry ``usage``.
-        stream_interval_ms: least milliseconds between the chunks of a stream; 0: every token.
-        deadline_ms: milliseconds after which the server ends the answer, with finish_reason ``deadline``.
+        model: ``llm`` or ``generate``. The default is ``llm`` over gRPC and ``generate`` over HTTP.
+        request_id: an id for the server's log. Generated if absent.
+        return_logprobs: chunks have ``logprobs``. ``logprobs=N`` adds the N most likely tokens to each entry.
+        return_cumulative_logprob: chunks have ``cumulative_logprob``.
+        return_usage: the last chunk has ``usage``.
+        stream_interval_ms: minimum milliseconds between the chunks of a stream; 0 for every token.
+        deadline_ms: milliseconds after which the server ends the answer with finish_reason ``deadline``.
         priority: higher runs first; 0 by default.
-        cache_salt: only requests of the same salt share cached prefixes.
-        kv: cache options: ``dtype``, ``policy``, ...
-        sampling_parameters: sampling keys by name; the keyword arguments below win over it.
-        max_tokens: and everything after it: the server's sampling keys; it documents and checks them.
+        cache_salt: only requests with the same salt share cached prefixes.
+        kv: options for the KV cache: ``dtype``, ``policy``, ...
+        sampling_parameters: sampling keys by name. The keyword arguments below take precedence.
+        max_tokens: this and all following arguments are the server's sampling keys. The server documents and checks
+            them.
     """
 
     text_input: str | None
@@ -78,12 +79,12 @@ class RequestArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request belongs among others.
+    """The place of a request in a conversation.
 
     Attributes:
-        conversation: id of its Triton sequence; the integer 7 and the text "7" are two.
-        start: it begins the conversation.
-        end: nothing follows it.
+        conversation: the id of its Triton sequence. The integer 7 and the string "7" are different ids.
+        start: whether it starts the conversation.
+        end: whether it ends the conversation.
     """
 
     conversation: int | str
@@ -93,13 +94,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request for one answer.
+    """A request.
 
     Attributes:
-        model: the Triton model that shall answer.
+        model: the Triton model.
         id: the request's id.
         fields: inputs of the model by name. A str is one BYTES element, a bool a BOOL, ints are INT32.
-        place: its place in a conversation; None: it is one of its own.
+        place: its place in a conversation; None for a request outside of conversations.
     """
 
     model: str
@@ -122,10 +123,14 @@ def build_request(
     place: Place | None = None,
     **others: Any,
 ) -> Request:
-    """See RequestArguments. ``stream``: responses come as tokens do, or once at the end; ``place``: see Request.
+    """Build a request for an answer. For the other arguments see RequestArguments.
+
+    Args:
+        stream: whether responses come as tokens do, or one response with the whole answer.
+        place: see Request.
 
     Raises:
-        InvalidArgument: there is not exactly one prompt, or something can't be sent.
+        InvalidArgument: there is not exactly one prompt, or a value can't be sent.
     """
     if sum(prompt is not None for prompt in (text_input, messages, input_ids)) != 1:
         raise InvalidArgument("INVALID_ARG: give exactly one of text_input, messages and input_ids")
@@ -147,9 +152,9 @@ def build_request(
     fields["stream"] = stream
     fields["exclude_input_in_output"] = True
     fields |= dict.fromkeys(_ASKED_FOR, True)
-    # only when asked for: a server that does not know one of them refuses the whole request
+    # Only if requested, because an older server refuses inputs that it does not know
     fields |= {name: True for name in _ON_REQUEST if others.pop(name, False)}
-    # whatever is left is for the server to judge
+    # The server checks the other arguments
     sampling = {**(sampling_parameters or {}), **others}
     if sampling:
         fields["sampling_parameters"] = _json("sampling_parameters", sampling)
@@ -159,13 +164,13 @@ def build_request(
 def build_control(
     op: str, conversation: int | str | None = None, *, place: Place | None = None, **more: Any
 ) -> Request:
-    """A control request to the engine.
+    """Build a control request.
 
     Raises:
-        InvalidArgument: a value can't be sent, or an op about a conversation names none and has no place in one.
+        InvalidArgument: a value can't be sent, or the op needs a conversation and has neither an id nor a place.
     """
     if op in _ABOUT_A_CONVERSATION and conversation is None and place is None:
-        raise InvalidArgument(f"INVALID_ARG: conversation: {op} is about a conversation; give its id")
+        raise InvalidArgument(f"INVALID_ARG: conversation: {op} needs the id of a conversation")
     named = {} if conversation is None else {"conversation": conversation}
     return Request("llm", _id(None), {"control": _json("control", {"op": op, **named, **more})}, place)
 
@@ -176,7 +181,7 @@ def _id(given: str | None) -> str:
 
 def _json(name: str, value: Any) -> str:
     try:
-        # unescaped, so that half a surrogate pair is found here and not by the server
+        # Unescaped, so that lone surrogates are found here and not by the server
         return _text(name, json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"INVALID_ARG: {name}: not JSON: {error}") from error
@@ -195,7 +200,7 @@ def _numbers(name: str, values: Iterable[Any]) -> list[int]:
         numbers = [operator.index(value) for value in values]
     except TypeError as error:
         raise InvalidArgument(f"INVALID_ARG: {name}: must be integers: {error}") from error
-    # over HTTP Triton would take a larger number modulo 2^32, without a word
+    # Over HTTP, Triton would silently take larger numbers modulo 2^32
     wrong = [number for number in numbers if not -(2**31) <= number < 2**31]
     if wrong:
         raise InvalidArgument(f"INVALID_ARG: {name}: must be integers of 32 bits, got {wrong[0]}")

@@ -1,4 +1,4 @@
-"""When a request may be sent once more, and how long to wait before."""
+"""Decides when a request may be sent again, and how long to wait before."""
 
 import random
 import time
@@ -8,35 +8,35 @@ from kvloom_client.errors import ConnectionFailed, KvloomClientError, Unavailabl
 
 FIRST_S = 0.1
 MOST_S = 5.0
-"""Seconds before the first retry, doubled for each further one up to the second figure."""
+"""Seconds before the first retry and the maximum. Each further retry doubles the pause."""
 
 
 def safe_to_retry(error: KvloomClientError) -> bool:
-    """Whether the server surely did not work on the request, provided that nothing of its answer has arrived.
+    """Whether the server has certainly not processed the request, if no part of its answer has arrived.
 
-    So it is when no connection came about, or when the server refused it as UNAVAILABLE. A connection that broke
-    proves nothing.
+    This holds if there was no connection, or if the server refused the request as UNAVAILABLE. It does not hold if a
+    connection broke.
     """
     return isinstance(error, Unavailable) or (isinstance(error, ConnectionFailed) and not error.sent)
 
 
 class Watch:
-    """Hears how the tries of a request fare, and says after which error there may be another.
+    """Callbacks for the attempts of a request, and the decision which errors may be retried.
 
-    This one is for a request that nothing else depends on.
+    This base class is for a request outside of conversations.
     """
 
     def sending(self) -> None:
-        """A try begins."""
+        """Called when an attempt begins."""
 
     def answered(self) -> None:
-        """Something of the answer has arrived; said of each part of it."""
+        """Called for each part of the answer that has arrived."""
 
     def failed(self, error: KvloomClientError) -> None:
-        """A try has ended with this error; another one may follow."""
+        """Called when an attempt has failed with ``error``. Another one may follow."""
 
     def may_retry(self, error: KvloomClientError) -> bool:
-        """Whether another try is safe, provided that nothing of the answer has arrived."""
+        """Whether another attempt is safe, if no part of the answer has arrived."""
         return safe_to_retry(error)
 
 
@@ -44,12 +44,12 @@ class Backoff:
     """Counts the retries of one request and the time that is left for it."""
 
     def __init__(self, retries: int, timeout: float | None, may_retry: Callable[[KvloomClientError], bool]):
-        """Begin with the first try.
+        """Begin with the first attempt.
 
         Args:
-            retries: how often the request may be sent again; 0 never.
-            timeout: seconds for all tries together; None for no limit.
-            may_retry: whether that is safe after an error.
+            retries: maximum number of retries.
+            timeout: maximum seconds for all attempts together; None for no limit.
+            may_retry: whether a retry is safe after an error.
         """
         self._retries = retries
         self._may_retry = may_retry
@@ -58,18 +58,18 @@ class Backoff:
 
     @property
     def time_left(self) -> float | None:
-        """Seconds that the next try may take; None for no limit."""
+        """Seconds that the next attempt may take; None for no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def give_up(self) -> None:
-        """Allow no retry any more: part of the answer is here, and another try would say it twice."""
+        """Allow no more retries, because a part of the answer has arrived and a retry would repeat it."""
         self._retries = 0
 
     def pause_after(self, error: KvloomClientError) -> float | None:
-        """Seconds to wait before the next try; None when the error is to be told."""
+        """Seconds to wait before the next attempt; None if the request has failed with ``error``."""
         if self._retries == 0 or not self._may_retry(error):
             return None
-        # jitter, so that clients that were refused together do not come back together
+        # Jitter, so that clients that were refused together do not retry together
         pause = self._pause * random.uniform(0.5, 1.0)
         left = self.time_left
         if left is not None and left <= pause:

@@ -1,23 +1,23 @@
-"""Server-sent events: bytes to the data of each event. No input or output here."""
+"""Parses server-sent events. Does no input or output."""
 
 import re
 from collections.abc import Iterable, Iterator
 
-# Lines are cut out of the bytes and decoded whole: a character may be split over reads, and str.splitlines (so also
-# httpx's iter_lines) would cut at U+2028 and its like, which JSON allows inside strings. A carriage return at the end
-# of a read waits for the next one, to see whether a line feed follows.
+# The bytes are split into lines before they are decoded, because a read may split a character. str.splitlines, and so
+# httpx's iter_lines, would also split at U+2028 and similar characters, which JSON allows inside strings. A carriage
+# return at the end of a read is kept for the next read, because a line feed may follow.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
 
 
 class EventParser:
-    """Takes a stream's bytes as they arrive, however they are cut."""
+    """Parses a stream's bytes as they arrive, in parts of any size."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, received: bytes) -> list[str]:
-        """The data of every event that is complete now; comments and other fields are left out."""
+        """The data of every event that these bytes complete, without comments and other fields."""
         *lines, self._rest = _LINE_END.split(self._rest + received)
         complete = []
         for line in lines:
@@ -35,7 +35,7 @@ class EventParser:
 
 
 def events(received: Iterable[bytes]) -> Iterator[str]:
-    """The data of each event of a stream. An event that the stream's end cuts off is dropped, as the standard says."""
+    """The data of each event of a stream. An incomplete event at the end is dropped, as the standard requires."""
     parser = EventParser()
     for part in received:
         yield from parser.feed(part)

@@ -1,4 +1,4 @@
-"""An answer on its way, for plain and threaded programs; the same over gRPC and HTTP."""
+"""Streamed answers for synchronous and threaded programs, over gRPC and HTTP."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,24 +11,24 @@ from kvloom_client.retry import Backoff, Watch
 
 
 class Call(Iterator[Reply], Protocol):
-    """One try of one request, in some protocol.
+    """One attempt to send a request, over gRPC or HTTP.
 
-    Iterating gives the replies as they come and raises RequestFailed or TransportError. With a final reply or an
-    error the call has closed itself.
+    Iterating gives the replies as they come and raises RequestFailed or TransportError. After a final reply or an error
+    the call has closed itself.
     """
 
     def cancel(self) -> None:
-        """Break the call off, so that the server stops working and a waiting ``next`` returns. From any thread."""
+        """Abort the call: the server stops working and a waiting ``next`` returns. Any thread may call this."""
 
 
 class Stream(Iterator[Chunk]):
-    """An answer on its way: iterate it for its chunks. As a context manager it is cancelled on leaving.
+    """A running answer. Iterate it for its chunks. A context manager that cancels it.
 
-    Iterating raises RequestFailed (the server's error) or TransportError (it did not arrive whole). After ``cancel``
-    the iteration just ends, without a finish reason.
+    Iterating raises RequestFailed (an error of the server) or TransportError (the answer did not arrive completely).
+    After ``cancel`` the iteration ends without a finish reason.
 
     Attributes:
-        request_id: the request's id, as the server sees it.
+        request_id: the request's id on the server.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Stream(Iterator[Chunk]):
         watch: Watch | None = None,
         mend: Callable[[KvloomClientError, float | None], "Stream | None"] | None = None,
     ):
-        """Start the first try.
+        """Start the first attempt.
 
         Args:
-            call: begins a try; its argument is the seconds it may take, None for no limit.
-            request_id: the request's.
-            url: for messages.
-            timeout: seconds for all tries.
-            retries: how many more tries there may be.
-            watch: follows the tries; None where nobody does.
-            mend: asked once of an error that is not retried, with the seconds left, before anything of the answer has
-                arrived: what has to come to its end before another try, None for no other try. Where it fails as
-                NotFound the error stands, any other failure of it takes the error's place.
+            call: begins an attempt. Its argument is the maximum seconds, None for no limit.
+            request_id: the request's id.
+            url: the server's address, for messages.
+            timeout: maximum seconds for all attempts.
+            retries: maximum number of retries.
+            watch: callbacks for the attempts.
+            mend: called once for an error that is not retried, if no part of the answer has arrived, with the remaining
+                seconds. It returns a stream that must end before another attempt, or None for no other attempt. If the
+                stream fails as NotFound, the first error is raised; any other error of it is raised instead.
         """
         self.request_id = request_id
         self._url = url
@@ -93,7 +93,7 @@ class Stream(Iterator[Chunk]):
         raise StopIteration
 
     def cancel(self) -> None:
-        """Tell the server to stop working on the answer; any thread may call it, also after the end."""
+        """Cancel the answer on the server. Any thread may call this. Does nothing after the end."""
         if not self._ended:
             self._cancelled.set()
             self._call.cancel()
@@ -102,7 +102,7 @@ class Stream(Iterator[Chunk]):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows what was read."""
+        """Whether the last chunk was read or the answer has failed."""
         return self._ended
 
     @property
@@ -119,29 +119,33 @@ class Stream(Iterator[Chunk]):
         self.cancel()
 
     def _try_again(self, error: KvloomClientError) -> bool:
-        """Wait and begin another try where that is safe and there is time; False: the error ends the answer."""
+        """Wait and begin another attempt if it is safe and in time. Returns False if the answer has failed."""
         pause = self._backoff.pause_after(error)
         if pause is None and self._mended(error):
             pause = 0.0
         else:
-            # before the pause: who cancels in it ends the tries there
+            # Before the pause, because a cancel during the pause ends the attempts
             self._watch.failed(error)
         if pause is None or self._cancelled.wait(pause):
             self._ended = True
             return pause is not None
         self._watch.sending()
         self._call = self._begin(self._backoff.time_left)
-        if self._cancelled.is_set():  # it may have hit the call before
+        if self._cancelled.is_set():  # `cancel` may have cancelled the previous call
             self._call.cancel()
         return True
 
     def _mended(self, error: KvloomClientError) -> bool:
-        """Whether another try may succeed where this error is not retried. Raises what has kept it from finding out."""
+        """Run ``mend`` for an error that is not retried. Returns whether another attempt may succeed.
+
+        Raises:
+            KvloomClientError: the stream of ``mend`` failed, but not as NotFound.
+        """
         mend, self._mend = self._mend, None
         self._mending = mend(error, self._backoff.time_left) if mend is not None else None
         if self._mending is None:
             return False
-        if self._cancelled.is_set():  # it may have seen none
+        if self._cancelled.is_set():  # `cancel` may have come before this stream existed
             self._mending.cancel()
         try:
             list(self._mending)

@@ -1,4 +1,4 @@
-"""Requests and answers in Triton's gRPC protocol; shared by the sync and the async client. No input or output here."""
+"""Encodes requests and decodes answers in Triton's gRPC protocol, for both gRPC clients. Does no input or output."""
 
 import struct
 import uuid
@@ -22,26 +22,26 @@ from kvloom_client.request import Place, Request, Value
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # the caller's address is meant as it is; a proxy from the environment would swallow 127.0.0.1
+    # No proxy from the environment, which would also be used for 127.0.0.1
     ("grpc.enable_http_proxy", 0),
-    # else it grows to two minutes, in which a server that is back is not noticed
+    # The default grows to two minutes, for which a restarted server would go unnoticed
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
 _NEVER_SENT = ("failed to connect to all addresses", "errors resolving")
-"""How gRPC begins when no connection came about. It has one status code for that and for connections that broke."""
+"""The beginnings of gRPC's messages if there was no connection. Its status code is the same for broken connections."""
 
 _FORMATS = {"INT32": "i", "UINT32": "I", "FP32": "f"}
 
 
 def encode_request(request: Request) -> service_pb2.ModelInferRequest:
-    """One request for one answer.
+    """Encode a request.
 
     Raises:
         InvalidArgument: the id of its conversation can't be sent.
     """
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.id)
-    # without it Triton drops a last response that carries no output, and with it the mark of the end
+    # Otherwise Triton drops a last response without outputs, which marks the end
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if request.model == "llm":
         place = request.place or Place(uuid.uuid4().hex, start=True, end=True)
@@ -62,10 +62,10 @@ def encode_request(request: Request) -> service_pb2.ModelInferRequest:
 
 
 def decode_response(message: service_pb2.ModelStreamInferResponse) -> Reply:
-    """One message of the stream.
+    """Decode a message of the stream.
 
     Raises:
-        RequestFailed: the server's error, typed by the code its text begins with. Nothing follows it.
+        RequestFailed: the message is an error of the server, which is the last message.
     """
     if message.error_message:
         raise request_error(message.error_message)
@@ -80,7 +80,7 @@ def decode_response(message: service_pb2.ModelStreamInferResponse) -> Reply:
         }
         chunk = chunk_of(outputs)
     except (ValueError, KeyError, struct.error) as error:
-        raise ServerError(f"the server's response can't be read, is it a kvloom model? {error}") from error
+        raise ServerError(f"can't read the server's response; check that the model is kvloom's: {error}") from error
     if chunk.finish_reason == "error":
         # The server's form of an error if the caller's headers contain triton_grpc_error
         raise request_error(chunk.text)
@@ -88,27 +88,27 @@ def decode_response(message: service_pb2.ModelStreamInferResponse) -> Reply:
 
 
 def call_error(error: grpc.RpcError, url: str) -> KvloomClientError:
-    """The error that a failed gRPC call to ``url`` stands for."""
+    """The typed error for a failed gRPC call to ``url``."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return AnswerTimeout(f"{url}: the answer was not complete within the timeout")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return access_denied(url, details or code.name)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        # another service, or a compression that it does not know
-        return ServerError(f"{url} can't do what was asked, is it Triton's gRPC port? {details}")
+        # It is another service, or does not know the compression
+        return ServerError(f"{url} does not support this call; check that it is Triton's gRPC port: {details}")
     if "handshake failed" in details:
         return connection_error(url, "gRPC", details.partition("handshake failed")[2].strip(": "), sent=False, tls=True)
-    # of gRPC's chain of causes the last one says what happened
+    # The last of gRPC's chain of causes is the actual one
     reason = details.rpartition(": ")[2] or code.name
     return connection_error(url, "gRPC", reason, sent=not details.startswith(_NEVER_SENT))
 
 
 def _encode(value: Value) -> tuple[str, int, bytes]:
-    """Data type, number of elements and content of a tensor."""
+    """The data type, number of elements and content of a tensor."""
     if isinstance(value, str):
         content = value.encode("utf-8")
-        # an element of BYTES carries its length in front
+        # An element of BYTES begins with its length
         return "BYTES", 1, struct.pack("<I", len(content)) + content
     if isinstance(value, bool):
         return "BOOL", 1, struct.pack("<?", value)
@@ -117,7 +117,7 @@ def _encode(value: Value) -> tuple[str, int, bytes]:
 
 
 def _decode(datatype: str, content: bytes) -> list[Any]:
-    """The elements of a tensor. Of BYTES there is exactly one."""
+    """The elements of a tensor. A BYTES tensor has exactly one."""
     if datatype == "BYTES":
         return [content[4:].decode("utf-8")]
     return list(struct.unpack(f"<{len(content) // 4}{_FORMATS[datatype]}", content))

@@ -96,7 +96,7 @@ def test_grpc_that_is_not_encrypted_as_the_server_wants(encrypted, certificates,
     tls = {"nobody is trusted": True, "no certificate of its own": Tls(certificates.ca_file), "plain": False}[who]
     with Client(encrypted, tls=tls) as client, pytest.raises(ConnectionFailed) as refused:
         client.generate(**ASKED)
-    assert ("give the file of who signed it" in str(refused.value)) == (who == "nobody is trusted")
+    assert ("give the CA that signed it" in str(refused.value)) == (who == "nobody is trusted")
 
 
 def control_ping(*options: str) -> subprocess.CompletedProcess[str]:
@@ -170,10 +170,10 @@ def test_http_encrypted_behind_a_proxy(server, proxy, certificates):
     assert_idle(server)
     with HttpClient(proxy, tls=tls) as client, pytest.raises(AccessDenied, match="HTTP 401"):
         client.generate(**ASKED)
-    with HttpClient(proxy, tls=True) as client, pytest.raises(ConnectionFailed, match="give the file of who signed it"):
+    with HttpClient(proxy, tls=True) as client, pytest.raises(ConnectionFailed, match="give the CA that signed it"):
         client.generate(**ASKED)
     with HttpClient(server.http_url.removeprefix("http://"), tls=tls) as client:
-        with pytest.raises(ConnectionFailed, match="does it speak TLS"):
+        with pytest.raises(ConnectionFailed, match="check that it uses TLS"):
             client.generate(**ASKED)
 
 

@@ -148,7 +148,7 @@ def test_what_the_engine_has_lost_too_is_not_found_and_leaves_nothing_in_triton(
 
 def test_an_op_about_a_conversation_needs_its_id(client):
     for op in ("status", "cancel", "end"):
-        with pytest.raises(InvalidArgument, match=f"^INVALID_ARG: conversation: {op} is about a conversation"):
+        with pytest.raises(InvalidArgument, match=f"^INVALID_ARG: conversation: {op} needs the id of a conversation"):
             client.control(op)
 
 

@@ -49,7 +49,7 @@ def test_a_bad_argument_is_one_clear_line_and_exit_code_1(arguments, message):
 def test_an_op_that_is_not_about_a_conversation_takes_no_id(op):
     result = run("control", op, "ada")
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"{op} is not about a conversation" in result.stderr
+    assert f"{op} takes no conversation" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "control", "plan"])
@@ -174,7 +174,7 @@ def test_the_running_server_is_ready_and_answers(server):
 
 def test_a_model_that_can_not_be_served_says_why(tmp_path):
     log = tmp_path / "log"
-    with pytest.raises(LaunchError, match="^llm can't be served: setting context_length=9999999: the model"):
+    with pytest.raises(LaunchError, match="^can't start llm: setting context_length=9999999: the model"):
         Server.start(ModelRepository(SETTINGS | {"context_length": "9999999"}), log_file=log)
     found = re.search(r"shm-region-prefix-name\S*?(kvloom-[0-9a-f]+-)", log.read_text())
     assert found is not None

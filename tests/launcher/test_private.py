@@ -177,7 +177,7 @@ def test_the_run_folder_has_a_plain_name(tmp_path, monkeypatch, caplog, name):
 
 def test_the_run_folder_is_not_made_where_others_may_replace_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder(tmp_path / "everybodys", 0o777)))
-    with pytest.raises(LaunchError, match="other users may write to .*name another one in TMPDIR"):
+    with pytest.raises(LaunchError, match="other users may write to .*set TMPDIR to another folder"):
         run_folder()
 
 
@@ -189,7 +189,7 @@ def test_a_server_starts_where_tmpdir_is_a_command(tmp_path, monkeypatch):
     with launched("--exit-timeout=5", settings=settings) as serving:
         serving.process.terminate()
         _, said = serving.process.communicate(timeout=60)
-        assert "has characters that Triton can't take" in said
+        assert "has characters that Triton does not support" in said
     assert not (tmp_path / "ran").exists()
 
 

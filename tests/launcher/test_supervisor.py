@@ -35,7 +35,7 @@ from support.server import Footprint
 from support.tiny_models import make_tiny
 
 STUCK_S = 3
-TAKEN_ALONG = r"tritonserver ended by itself \(signal SIGABRT\)"
+TAKEN_ALONG = r"tritonserver has ended \(signal SIGABRT\)"
 """A stub that dies while it holds a lock of Triton's shared memory may take tritonserver along before anyone looks."""
 
 TOKEN = "let me"
@@ -98,13 +98,13 @@ def test_after_five_failed_starts_it_gives_up(repository, starts, monkeypatch, c
         assert health(supervised.ports.health, "/other") == 404
         first.ready = False
         assert health(supervised.ports.health) == 503
-        with pytest.raises(LaunchError, match="^given up after 5 starts that failed; the last one: start 4 failed$"):
+        with pytest.raises(LaunchError, match="^gave up after 5 failed starts; the last error: start 4 failed$"):
             supervised.watch()
         assert health(supervised.ports.health) == 503
     assert first.killed
     errors = capsys.readouterr().err
-    assert errors.startswith("kvloom: it died\nkvloom: starting tritonserver again\nkvloom: start 0 failed\n")
-    assert errors.count("starting tritonserver again") == 5
+    assert errors.startswith("kvloom: it died\nkvloom: restarting tritonserver\nkvloom: start 0 failed\n")
+    assert errors.count("restarting tritonserver") == 5
 
 
 def test_servers_that_die_soon_are_started_after_growing_pauses_but_always(repository, starts):
@@ -273,7 +273,7 @@ def test_a_killed_stub_is_noticed_and_all_come_back(serving, model):
 
 @pytest.mark.full
 def test_a_killed_tritonserver_comes_back(serving):
-    said = "tritonserver ended by itself (signal SIGKILL)"
+    said = "tritonserver has ended (signal SIGKILL)"
     ends = strike(serving, lambda footprint: footprint.group, signal.SIGKILL, 5, said)
     assert set(ends) == {"ConnectionFailed"}
 
@@ -326,9 +326,9 @@ def test_a_stop_during_a_recovery_leaves_nothing(serving):
     assert output == ""  # the one line was all
     before.assert_gone()
     after.assert_gone()
-    assert errors.count("kvloom: serving again, ") == len(serving.struck)
-    assert errors.count("kvloom: starting tritonserver again") == len(serving.struck) + 1
-    for said in [*serving.struck, "tritonserver ended by itself (signal SIGKILL)"]:
+    assert errors.count("kvloom: serving again ") == len(serving.struck)
+    assert errors.count("kvloom: restarting tritonserver") == len(serving.struck) + 1
+    for said in [*serving.struck, "tritonserver has ended (signal SIGKILL)"]:
         assert re.search(rf"^kvloom: ({re.escape(said)}|{TAKEN_ALONG}); the ", errors, re.MULTILINE), said
     assert "Traceback" not in errors.replace("  | Traceback", "")
 

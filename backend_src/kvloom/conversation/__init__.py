@@ -1,1 +1,1 @@
-"""Conversations: their turns, what they keep between two turns, and their journal."""
+"""Conversations: their turns, the KV state that they keep between turns, and their journal."""

@@ -1,4 +1,4 @@
-"""How a conversation goes on with new chat messages: only what is new, in the words of the model's chat template."""
+"""Continues a conversation with new chat messages: finds the tokens that the model's chat template adds for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from kvloom.text.tokenizer import Tokenizer
 
 _BEFORE = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
-"""Stands for a conversation whose text is not known as messages."""
+"""Used instead of the earlier messages if they are not known."""
 
 
 @dataclass(slots=True)
 class ChatHistory:
-    """A conversation of which every turn was one of messages.
+    """The messages of a conversation whose turns were all chat messages.
 
     Attributes:
-        messages: all of them, the answers included.
-        rendered: what the template made of them, up to where the last answer begins; empty: to be made again.
-        marks: (tokens of the conversation, characters of its text) up to where each answer begins.
+        messages: all messages, including the answers.
+        rendered: the rendered messages up to the start of the last answer. If it is empty, they must be rendered again.
+        marks: for each answer, where it starts: (tokens of the conversation, characters of the rendered text).
     """
 
     messages: "list[Message]" = field(default_factory=list)
@@ -31,9 +31,13 @@ class ChatHistory:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, said: "Sequence[Message]", rendered: str, kept: int, tokens: int) -> None:
-        """Messages and the answer to them were added.
+        """Add a turn's messages and the answer to them.
 
-        Before the answer the conversation was ``rendered``, and ``tokens`` tokens long; ``kept`` of them as before.
+        Args:
+            said: the messages and the answer.
+            rendered: the rendered conversation up to the start of the answer.
+            kept: how many tokens of the earlier history stayed as they were.
+            tokens: the number of tokens up to the start of the answer.
         """
         self.messages += said
         self.rendered = rendered
@@ -42,12 +46,13 @@ class ChatHistory:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a turn adds to a conversation.
+    """The tokens that a turn adds to a conversation.
 
     Attributes:
-        keep: how many tokens of the conversation stay; all of them, unless the template now writes them otherwise.
-        ids: what follows them.
-        rendered: the whole conversation's text; empty where that is not known.
+        keep: how many tokens of the conversation stay. Fewer than all if the template renders earlier messages
+            differently than before.
+        ids: the token ids that follow them.
+        rendered: the text of the whole conversation; empty if it is not known.
     """
 
     keep: int
@@ -56,7 +61,7 @@ class Continuation:
 
 
 def answer_text(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
-    """An answer as a message's content: all that was generated, but the end token."""
+    """An answer as a message's content: all generated tokens except the end token."""
     return tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids, skip_special_tokens=False)
 
 
@@ -65,19 +70,19 @@ def continue_chat(
 ) -> Continuation:
     """Continue a conversation with new messages.
 
-    The last answer is closed as the template closes it, unless it ended by an end token of the model's. The template
-    renders the whole conversation: where it writes earlier messages otherwise than before (many do not repeat what a
-    model thought before its answer), the tokens from there on are replaced.
+    The last answer is closed as the template closes it, unless it already ended with an end token. The template renders
+    the whole conversation. If it renders earlier messages differently than before, the tokens from there on are
+    replaced. Many templates do so: they leave out the thinking of earlier answers.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         history: the conversation's token ids.
-        chat: the conversation as messages; None where some turn was none: nothing is replaced then.
+        chat: the conversation as messages; None if a turn was raw text. Then nothing is replaced.
         new: the new messages.
-        max_tokens: tokens that a conversation may have.
+        max_tokens: the maximum number of tokens of a conversation.
 
     Raises:
-        InvalidArgument: the template refuses the messages, or they are too long.
+        InvalidArgument: the template rejects the messages, or they are too long.
     """
     if chat is None:
         return Continuation(len(history), _after_answer(tokenizer, history, _follow_up(tokenizer, new), max_tokens))
@@ -101,22 +106,22 @@ def continue_chat(
 
 
 def _after_answer(tokenizer: "Tokenizer", history: Sequence[int], text: "ChatText", max_tokens: int) -> list[int]:
-    """The ids of what follows an answer; the end token that closes it may be there already."""
+    """The ids of the text that follows an answer, without the end token if the answer has already ended with one."""
     ids = tokenizer.encode_after(history[-1], text, "messages", max_tokens)
     if history[-1] in tokenizer.eos_ids:
         end = next((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), None)
-        # a template may write a blank before it
+        # A template may write whitespace before the end token
         if end is not None and not tokenizer.decode(ids[:end], skip_special_tokens=False).strip():
             return ids[end + 1 :]
     return ids
 
 
 def _follow_up(tokenizer: "Tokenizer", new: "Sequence[Message]") -> "ChatText":
-    """What the template writes from the end of an answer on, whatever came before it."""
+    """The text that the template renders after an answer, for any earlier messages."""
     before = tokenizer.render_chat(_BEFORE[:1]).text + "y"
     whole = tokenizer.render_chat([*_BEFORE, *new])
     if not whole.text.startswith(before):
         raise InvalidArgument(
-            "messages", "this model's chat template can't continue a conversation that has turns without messages"
+            "messages", "this model's chat template can't continue a conversation that has turns of raw text"
         )
     return whole.since(len(before))

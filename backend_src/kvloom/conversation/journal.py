@@ -1,4 +1,4 @@
-"""Conversations' token ids and messages on disk, so that they outlive the process that serves them."""
+"""Saves the token ids and messages of conversations on disk, so that they survive a restart of the server."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ CREATE INDEX IF NOT EXISTS turns_of ON turns (key, number);
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A conversation as the journal has it; without history, its first turn has not finished."""
+    """A conversation in the journal. Its history is empty if its first turn has not finished."""
 
     id: ConversationId
     salt: str
@@ -44,25 +44,25 @@ class Found:
 
 
 class Journal:
-    """A SQLite file with a row per turn: how much of the history before it stays, and what it adds.
+    """A SQLite file with one row per turn: how many tokens of the earlier history stay, and which tokens it adds.
 
-    What is written is there when the process is killed, and not when the machine loses power: nothing is synced, it is
-    meant for restarts on the same machine. A record that was being written is not there (SQLite's write-ahead log).
+    Written rows survive a kill of the process, but not a loss of power, because nothing is synced. The journal is meant
+    for restarts on the same machine. SQLite's write-ahead log drops a row that was only partly written.
 
-    A fault of the disk is logged once and ends the journal, whose file is removed: serving goes on without it.
+    If the disk fails, the error is logged once, the journal's file is removed and serving continues without a journal.
 
-    Used by the thread that made it only.
+    Only the thread that created it may use it.
     """
 
     def __init__(self, folder: Path, model: str):
-        """Open or make the journal in a folder, which is made if it does not exist.
+        """Open the journal. Creates its folder and file if they do not exist.
 
         Args:
-            folder: of the journal alone; only its owner may read what is written there.
-            model: stands for the tokenizer that the ids are of. Conversations of another one are found without history.
+            folder: a folder for the journal alone. Only its owner may read the files.
+            model: identifies the tokenizer of the ids. Conversations of another tokenizer are found without history.
 
         Raises:
-            OSError: the folder can't be made, or belongs to somebody else.
+            OSError: the folder can't be created, or belongs to another user.
             sqlite3.Error: the journal can't be opened.
         """
         self._path = private_folder(folder) / "conversations.sqlite"
@@ -76,23 +76,23 @@ class Journal:
         if before is None:
             self._base.execute("INSERT INTO model VALUES (?)", (model,))
         elif before != (model,):
-            log.warning("the journal is of another model: its conversations are lost")
+            log.warning("the journal was written for another model: its conversations are lost")
             self._base.execute("DELETE FROM turns")
             self._base.execute("UPDATE model SET name = ?", (model,))
 
     def begin(self, conversation: Conversation) -> None:
-        """A conversation has started; whatever had its id is gone."""
+        """Record a new conversation. It replaces an earlier one with the same id."""
         self.forget(conversation.id)
         row = (_key(conversation.id), conversation.salt, conversation.retain_s, json.dumps(conversation.kv))
         self._write("INSERT INTO conversations VALUES (?, ?, ?, ?)", row)
 
     def add(self, conversation: Conversation, before: "array[int]", said: "list[Message] | None") -> None:
-        """A turn has finished.
+        """Record a finished turn.
 
         Args:
-            conversation: with what the turn has added.
+            conversation: the conversation after the turn.
             before: its history before the turn.
-            said: the turn's messages and the answer; None where the conversation is none of messages.
+            said: the turn's messages and the answer; None if the conversation has turns of raw text.
         """
         history, keep = conversation.history, len(before)
         if history[:keep] != before:
@@ -105,12 +105,12 @@ class Journal:
         )
 
     def forget(self, conversation: ConversationId) -> None:
-        """A conversation is over."""
+        """Delete a conversation."""
         for table in ("turns", "conversations"):
             self._write(f"DELETE FROM {table} WHERE key = ?", (_key(conversation),))
 
     def read(self) -> list[Found]:
-        """What is in the journal, the conversation that was used longest ago first; nothing where it can't be read."""
+        """All conversations, the least recently used first. Empty if the journal can't be read."""
         try:
             return list(self._read())
         except (sqlite3.Error, ValueError) as error:
@@ -128,7 +128,7 @@ class Journal:
             yield Found(json.loads(key), salt, retain_s, json.loads(kv), history, chat)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write all buffered rows and close the file."""
         base, self._base = self._base, None
         if base is not None:
             base.close()
@@ -159,20 +159,20 @@ class Journal:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        log.error("the journal is given up, conversations will not survive a restart: %s", error)
+        log.error("the journal failed and is removed; conversations will not survive a restart: %s", error)
         try:
             self.close()
         except sqlite3.Error as another:
-            log.error("the journal could not be closed: %s", another)
-        # what is no longer kept up must not be taken for the truth by the next server
+            log.error("could not close the journal: %s", another)
+        # The next server must not restore conversations from a journal that is incomplete
         for suffix in ("", "-wal", "-shm"):
             path = self._path.with_name(self._path.name + suffix)
             try:
                 path.unlink(missing_ok=True)
             except OSError as another:
-                log.error("remove the journal, or the next server takes it for the truth: %s", another)
+                log.error("could not remove the journal; remove it before the next start: %s", another)
 
 
 def _key(conversation: ConversationId) -> str:
-    """7 and "7" are two conversations."""
+    """The id as JSON, because 7 and "7" are two conversations."""
     return json.dumps(conversation)

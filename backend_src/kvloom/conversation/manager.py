@@ -1,4 +1,4 @@
-"""Conversations from their start to their end, told to Triton and to the journal. Used by the engine thread only."""
+"""Starts and ends conversations, and keeps Triton and the journal up to date. Only the engine thread uses it."""
 
 import time
 from array import array
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
 
 
 class Triton(Protocol):
-    """Triton's own idea of which sequences there are. Each call returns at once."""
+    """Starts and ends sequences in Triton's sequence batcher. Each call returns at once."""
 
     def end(self, conversation: ConversationId) -> None:
-        """Let Triton forget an id."""
+        """End the sequence with this id."""
 
     def start(self, conversation: ConversationId) -> None:
-        """Let Triton know an id."""
+        """Start a sequence with this id."""
 
     def taken(self, conversation: ConversationId) -> None:
-        """A client has started a conversation of this id: what was to be done about an earlier one no longer is."""
+        """Drop pending calls for this id, because a client has started a new conversation with it."""
 
 
 class Post(Protocol):
-    """Makes calls in order, after the deltas that were sent before; maybe later, when they are delivered."""
+    """Runs calls in order, after the deltas that were sent before them have been delivered."""
 
     def __call__(self, *calls: Callable[[], None]) -> None:
-        """Make these, too."""
+        """Run these calls."""
 
 
 class NoTriton:
-    """Stands for Triton where there is none."""
+    """Replaces Triton when the engine runs without it."""
 
     def end(self, conversation: ConversationId) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def start(self, conversation: ConversationId) -> None:
-        """Nobody to know."""
+        """Do nothing."""
 
     def taken(self, conversation: ConversationId) -> None:
-        """Nothing to undo."""
+        """Do nothing."""
 
 
 class ConversationManager:
-    """Begins, restores, drops and ends conversations. Their turns are not its business.
+    """Begins, restores, drops and ends conversations. ``TurnScheduler`` runs their turns.
 
     Args:
-        scheduler: keeps what is computed of them.
-        registry: finds them; empty.
-        triton: hears which ids it shall know.
-        journal: keeps histories for an engine after this one; None: nobody does.
-        post: the way to clients and to Triton: nobody shall hear of an end before its last delta.
+        scheduler: holds their KV state.
+        registry: an empty registry.
+        triton: starts and ends Triton's sequences.
+        journal: saves their histories for the next engine; None to save nothing.
+        post: calls clients and Triton after the deltas before, so that no end overtakes a conversation's last delta.
 
     Attributes:
-        registry: finds them.
+        registry: the conversations by id.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ConversationManager:
         self._post = post
 
     def restore(self) -> None:
-        """Take over what an earlier engine left in the journal, and let Triton know of it."""
+        """Restore the conversations that an earlier engine left in the journal, and start their sequences in Triton."""
         if self._journal is None:
             return
         now = time.monotonic()
@@ -85,19 +85,19 @@ class ConversationManager:
                 self.registry.add(conversation)
                 self.registry.rest(conversation, now)
             else:
-                # its first turn was running, or it was another model's
+                # Its first turn had not finished, or it was written for another model
                 self._journal.forget(found.id)
                 self._remember(found.id, "lost")
             self._tell(self._triton.start, found.id)
 
     def make_way(self, conversation_id: ConversationId, counted: bool) -> Conversation | None:
-        """Free an id for a new conversation, and a place, unless it is not ``counted``.
+        """Free an id for a new conversation. If it is ``counted``, make room for one more conversation, too.
 
         Returns:
-            Who had the id: it goes on without one if it is not over yet.
+            The conversation that had the id, if there is one. It continues without an id until it ends.
 
         Raises:
-            Unavailable: there is no place; all is as before.
+            Unavailable: no conversation can make room. Nothing has changed.
         """
         old = self.registry.get(conversation_id)
         if counted and (old is None or not old.counted):
@@ -108,27 +108,27 @@ class ConversationManager:
         return old
 
     def begin(self, conversation: Conversation) -> None:
-        """A client has started a conversation, whose id is free."""
+        """Add a conversation that a client has started. Its id must be free."""
         if self._journal is not None and conversation.counted:
             self._journal.begin(conversation)
         self.registry.add(conversation)
         self._tell(self._triton.taken, conversation.id)
 
     def record(self, conversation: Conversation, before: "array[int]", said: "list[Message] | None") -> None:
-        """A turn has finished; the arguments are those of ``Journal.add``."""
+        """Write a finished turn to the journal, see ``Journal.add``."""
         if self._journal is not None and conversation.counted and not conversation.detached:
             self._journal.add(conversation, before, said)
 
     def continued(self, conversation_id: ConversationId) -> Conversation:
-        """The conversation that a turn goes on with.
+        """The conversation that a turn continues.
 
         Raises:
-            NotFound: there is none, or it is ending; the client hears of it.
+            NotFound: there is none, or it is ending. The caller must send this error to the client.
         """
         try:
             conversation = self.registry.find(conversation_id)
         except NotFound:
-            # what the client is about to hear; without an end flag Triton's sequence is ended by `refused`
+            # The client gets this error. If its request has no end flag, `refused` ends the sequence in Triton
             self.registry.forget(conversation_id)
             raise
         if conversation.ending:
@@ -136,7 +136,7 @@ class ConversationManager:
         return conversation
 
     def end(self, conversation_id: ConversationId, done: Callable[[], None]) -> None:
-        """End a conversation after its queued turns; ``done`` is called then.
+        """End a conversation after its queued turns, then call ``done``.
 
         Raises:
             NotFound: there is no such conversation.
@@ -154,32 +154,32 @@ class ConversationManager:
             self.close(conversation)
 
     def close(self, conversation: Conversation) -> None:
-        """A conversation is over: free what it holds."""
+        """Remove a conversation that has ended, and free its KV state."""
         try:
             self.registry.remove(conversation)
             if not conversation.detached:
                 self._erase(conversation)
             self._scheduler.discard(conversation.held)
         finally:
-            # nobody waits for ever, whatever fails in here
+            # Callers of `end` must not wait for ever if this fails
             known = conversation.open_in_triton and not conversation.detached
             self._post(*([partial(self._triton.end, conversation.id)] if known else []), *conversation.on_end)
 
     def expire(self, now: float) -> None:
-        """Drop the conversations that were idle for too long."""
+        """Drop conversations that have been idle for too long."""
         for conversation in self.registry.expired(now):
             self._drop(conversation, "expired")
 
     def refused(self, conversation_id: ConversationId, end: bool) -> None:
-        """A request to this id got an error, and nothing else has come of it; ``end`` was its flag."""
+        """Clean up after a request to this id that was refused. ``end`` was its sequence flag."""
         if end:
             self.ended_in_triton(conversation_id)
         elif not self.registry.knows(conversation_id):
-            # a refused start leaves Triton's sequence begun
+            # Triton has started a sequence for a start that was refused
             self._tell(self._triton.end, conversation_id)
 
     def ended_in_triton(self, conversation_id: ConversationId) -> None:
-        """A client has ended this id in Triton: what is left of the conversation ends with it."""
+        """End the conversation, because a client has ended its sequence in Triton."""
         self.registry.forget(conversation_id)
         conversation = self.registry.get(conversation_id)
         if conversation is not None:
@@ -187,27 +187,27 @@ class ConversationManager:
             self.end(conversation_id, lambda: None)
 
     def began_in_triton(self, conversation_id: ConversationId) -> None:
-        """Triton has a sequence of this id, by a request that begins no conversation: without one it is ended again."""
+        """End the sequence that a control request has started in Triton, unless this id has a conversation."""
         if not self.registry.knows(conversation_id):
             self._tell(self._triton.end, conversation_id)
 
     def forgotten_by_triton(self, conversation_id: ConversationId) -> None:
-        """Triton has just ended this id for us; a client may have started it meanwhile."""
+        """Start the sequence again if a client has started a conversation while we ended the sequence in Triton."""
         if self.registry.knows(conversation_id):
             self._tell(self._triton.start, conversation_id)
 
     def _tell(self, what: Callable[[ConversationId], None], conversation_id: ConversationId) -> None:
-        """Call one of Triton's functions."""
+        """Call a function of ``Triton``."""
         self._post(partial(what, conversation_id))
 
     def _make_room(self) -> None:
-        """See to it that there may be one conversation more."""
+        """Make room for one more conversation by dropping an idle one if necessary."""
         oldest = self.registry.room()
         if oldest is not None:
             self._drop(oldest, "evicted")
 
     def _drop(self, conversation: Conversation, loss: Loss) -> None:
-        """End an idle conversation that nobody ended; its client hears of it with its next turn."""
+        """End an idle conversation. Its client gets an error with its next turn."""
         conversation.open_in_triton = False
         self.close(conversation)
         self._remember(conversation.id, loss)

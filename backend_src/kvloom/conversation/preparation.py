@@ -1,4 +1,4 @@
-"""What a turn adds to its conversation: found out in another thread where that takes long, as rendering a chat does."""
+"""Finds the tokens that a turn adds to its conversation. Slow work, like rendering a chat, runs in another thread."""
 
 from array import array
 from collections.abc import Callable
@@ -9,18 +9,18 @@ from kvloom.conversation.registry import Conversation, Turn
 from kvloom.text.tokenizer import Tokenizer
 
 Background = Callable[[Callable[[], None], Callable[[], None]], None]
-"""Calls the first function in another thread, then the second in the engine thread's. The first one raises nothing."""
+"""Calls the first function in another thread, then the second in the engine thread. The first must not raise."""
 
 
 class Preparation:
-    """Prepares the turn that is a conversation's next.
+    """Prepares the next turn of a conversation.
 
     Args:
-        tokenizer: of the model.
-        context_length: maximum number of tokens of a conversation.
+        tokenizer: the model's tokenizer.
+        context_length: the maximum number of tokens of a conversation.
 
     Attributes:
-        background: the way into another thread; None: there is none.
+        background: runs work in another thread; None to do all work at once in the caller's.
     """
 
     background: Background | None = None
@@ -30,10 +30,10 @@ class Preparation:
         self._context_length = context_length
 
     def prepare(self, conversation: Conversation, turn: Turn, then: Callable[[Conversation, Turn], None]) -> bool:
-        """Set what a turn adds, ``Turn.new``. Until it begins or ends nothing else may happen to its conversation.
+        """Set ``Turn.new``. Until the turn begins or ends its conversation must not change.
 
         Returns:
-            Whether that is done; if not, ``then`` is called when it is.
+            Whether ``Turn.new`` is set. If not, ``then`` is called as soon as it is.
         """
         history, chat = conversation.history, conversation.chat
         if not history or not self._depends_on(history[-1], turn):
@@ -43,7 +43,7 @@ class Preparation:
         def work() -> None:
             try:
                 turn.new = self._continuation(history, chat, turn)
-            except Exception as error:  # noqa: BLE001 it is raised where the turn begins
+            except Exception as error:  # noqa: BLE001 it is raised when the turn begins
                 turn.new = error
 
         if self.background is None:
@@ -53,7 +53,7 @@ class Preparation:
         return False
 
     def _depends_on(self, last: int, turn: Turn) -> bool:
-        """Whether what a turn adds is another text, or other tokens of it, after this token and what came before."""
+        """Whether the turn's tokens depend on the history, whose last token is ``last``."""
         if turn.start:
             return False
         return turn.messages is not None or bool(turn.text and self._tokenizer.begins_anew_after(last))

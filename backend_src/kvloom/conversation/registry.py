@@ -1,4 +1,4 @@
-"""Which conversations there are, and what each is made of. Plain data, used by the engine thread only."""
+"""The conversations of the engine, by id. Plain data; only the engine thread uses it."""
 
 import uuid
 from array import array
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kvloom.text.chat import Message
 
 ConversationId = int | str
-"""As clients name it; 7 and "7" are two conversations."""
+"""An id that a client has chosen. 7 and "7" are two conversations."""
 
 Loss = Literal["expired", "evicted", "lost"]
-"""Why a conversation is gone though nobody ended it: idle for too long, others needed its place, a fault."""
+"""Why a conversation was dropped: it was idle for too long, another one needed its place, or a fault."""
 
 MAX_DROPPED = 1024
-"""Dropped conversations whose clients have not heard of it yet that are remembered."""
+"""The maximum number of dropped conversations that are remembered, to tell their clients why."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,18 +29,18 @@ class Turn:
     """One request to a conversation.
 
     Attributes:
-        conversation: its id.
-        sequence: the request; its prompt is what is new, until its turn has come.
-        sink: where its deltas go.
-        start: it begins the conversation.
-        end: nothing follows it.
-        messages: the new messages, where the prompt is of that kind.
-        rendered: for a start with messages: what the template made of them.
-        text: for a later turn of raw text: that text. The prompt is what it is after ordinary text, which need not be
-            how the turn before it ends.
-        kv: what it asks of the cache; None where it leaves that to the conversation's first turn.
-        answered: it ended before its turn came.
-        new: what it adds, or why it can't; None: that is not known yet.
+        conversation: the conversation's id.
+        sequence: the request's sequence. Until the turn begins, its prompt is only the new part.
+        sink: receives its deltas.
+        start: whether it starts the conversation.
+        end: whether it is the conversation's last turn.
+        messages: the new messages; None for raw text.
+        rendered: the rendered messages, if it starts the conversation.
+        text: the raw text, if it is a later turn. The sequence's prompt holds its tokens as they are after ordinary
+            text, which the conversation need not end with.
+        kv: its options for the KV cache; None for those of the conversation's first turn.
+        answered: whether its final delta was sent before it began.
+        new: the tokens that it adds, or the error if there are none; None until it is prepared.
     """
 
     conversation: ConversationId
@@ -57,32 +57,32 @@ class Turn:
 
 
 def only_turn(request: Request, sink: Sink) -> Turn:
-    """The turn of a conversation that has no other: a request without a conversation."""
+    """The only turn of a conversation, for a request without a conversation id."""
     return Turn(uuid.uuid4().hex, Sequence(request), sink, start=True, end=True)
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
-    """A Triton sequence as the engine keeps it.
+    """A conversation: the engine's side of a Triton sequence.
 
     Attributes:
-        id: its name.
+        id: its id.
         salt: its cache salt.
-        retain_s: how long prompts' blocks are kept, see ``Request``.
-        kv: what its first turn asked of the cache.
-        history: token ids fed and generated, up to the last turn that finished.
-        held: what is computed of ``history``, between two turns.
-        chat: the conversation as messages; None where some turn was none.
-        running: the turn that is at work.
-        new: what it has added to the history.
-        queue: those that follow it.
-        preparing: the first of these, while it is found out what it adds.
-        counted: it may last longer than one turn.
-        ending: nothing follows what is queued.
-        open_in_triton: Triton still knows its id.
-        detached: its id belongs to another conversation by now.
+        retain_s: how long its prompts' blocks are retained, see ``Request``.
+        kv: the KV cache options of its first turn.
+        history: its token ids, prompts and answers, up to the last finished turn.
+        held: the KV state of ``history`` between two turns.
+        chat: the conversation as messages; None if a turn was raw text.
+        running: the turn that runs.
+        new: the tokens that the running turn has added.
+        queue: the turns that wait.
+        preparing: the first of these, while another thread prepares it.
+        counted: whether it counts towards ``max_conversations``. A conversation of only one turn does not.
+        ending: whether it takes no more turns.
+        open_in_triton: whether its sequence in Triton is open.
+        detached: whether another conversation has taken over its id.
         last_used: when it became idle (``time.monotonic()``).
-        on_end: called when it has ended.
+        on_end: functions to call when it has ended.
     """
 
     id: ConversationId
@@ -110,21 +110,21 @@ class Conversation:
 
 
 class ConversationRegistry:
-    """Finds conversations by id, and the idle ones by when they were used last.
+    """Finds conversations by id, and idle ones by their last use.
 
     Args:
-        max_conversations: how many there may be, without those of one turn.
-        idle_s: how long one may be idle; 0: for ever.
+        max_conversations: the maximum number of conversations, not counting those of one turn.
+        idle_s: how many seconds a conversation may be idle; 0 for no limit.
     """
 
     def __init__(self, max_conversations: int, idle_s: float):
         self._max_conversations = max_conversations
         self._idle_s = idle_s
         self._live: dict[ConversationId, Conversation] = {}
-        # those without an id of their own, until they are over
+        # Conversations whose id was taken over and that have not ended yet
         self._detached: dict[Conversation, None] = {}
         self._counted = 0
-        # the least recently used first
+        # The least recently used comes first
         self._idle: OrderedDict[Conversation, None] = OrderedDict()
         self._dropped: OrderedDict[ConversationId, Loss] = OrderedDict()
 
@@ -135,18 +135,18 @@ class ConversationRegistry:
         return iter(self._live.values())
 
     def get(self, conversation: ConversationId) -> Conversation | None:
-        """The conversation of that id."""
+        """The conversation with this id; None if there is none."""
         return self._live.get(conversation)
 
     def knows(self, conversation: ConversationId) -> bool:
-        """Whether there is one of that id, or a client that has yet to hear that there is none any more."""
+        """Whether there is a conversation with this id, or one was dropped and its client has not been told yet."""
         return conversation in self._live or conversation in self._dropped
 
     def find(self, conversation: ConversationId) -> Conversation:
-        """The conversation of that id.
+        """The conversation with this id.
 
         Raises:
-            NotFound: there is none; says why, if it was dropped.
+            NotFound: there is none. If it was dropped, the message says why.
         """
         found = self._live.get(conversation)
         if found is None:
@@ -154,10 +154,10 @@ class ConversationRegistry:
         return found
 
     def room(self) -> Conversation | None:
-        """Who has to go before there may be one more; None: nobody.
+        """The conversation to drop before another one can be added; None if there is room.
 
         Raises:
-            Unavailable: nobody can go.
+            Unavailable: there is no room and no conversation is idle.
         """
         if self._counted < self._max_conversations:
             return None
@@ -167,20 +167,20 @@ class ConversationRegistry:
         return oldest
 
     def add(self, conversation: Conversation) -> None:
-        """A new one; its id is free. It is not idle."""
+        """Add a conversation that is not idle. Its id must be free."""
         assert conversation.id not in self._live
         self._live[conversation.id] = conversation
         self._counted += conversation.counted
         self._dropped.pop(conversation.id, None)
 
     def detach(self, conversation: Conversation) -> None:
-        """Its id is another's from now on."""
+        """Take a conversation's id away, for another conversation."""
         self.remove(conversation)
         conversation.detached = True
         self._detached[conversation] = None
 
     def remove(self, conversation: Conversation) -> None:
-        """It is over."""
+        """Remove a conversation that has ended."""
         if conversation.detached:
             del self._detached[conversation]
             return
@@ -189,24 +189,24 @@ class ConversationRegistry:
         self._idle.pop(conversation, None)
 
     def everyone(self) -> list[Conversation]:
-        """All that are not over, with an id or without."""
+        """All conversations that have not ended, including detached ones."""
         return [*self, *self._detached]
 
     def rest(self, conversation: Conversation, now: float) -> None:
-        """It is idle from now on."""
+        """Mark a conversation as idle since ``now``."""
         conversation.last_used = now
         self._idle[conversation] = None
 
     def wake(self, conversation: Conversation) -> None:
-        """It is not idle any more."""
+        """Mark a conversation as not idle."""
         self._idle.pop(conversation, None)
 
     def resting(self, conversation: Conversation) -> bool:
-        """Whether it is idle."""
+        """Whether a conversation is idle."""
         return conversation in self._idle
 
     def expired(self, now: float) -> list[Conversation]:
-        """Those that were idle for too long."""
+        """The conversations that have been idle for too long."""
         found = []
         for conversation in self._idle:
             if not self._idle_s or conversation.last_used + self._idle_s > now:
@@ -216,22 +216,26 @@ class ConversationRegistry:
 
     @property
     def next_expiry(self) -> float:
-        """When ``expired`` finds something next (``time.monotonic()``); infinite: not before something changes."""
+        """When the next conversation expires (``time.monotonic()``); infinite if none does."""
         oldest = next(iter(self._idle), None)
         return oldest.last_used + self._idle_s if oldest is not None and self._idle_s else float("inf")
 
     def remember(self, conversation: ConversationId, loss: Loss) -> ConversationId | None:
-        """Its next turn shall hear why it is gone; returns an id that is not remembered any longer, if there is one."""
+        """Remember why a conversation was dropped, for the error of its next turn.
+
+        Returns:
+            The id that had to be forgotten for it; None if there was room.
+        """
         self._dropped[conversation] = loss
         self._dropped.move_to_end(conversation)
         return self._dropped.popitem(last=False)[0] if len(self._dropped) > MAX_DROPPED else None
 
     def forget(self, conversation: ConversationId) -> None:
-        """A client has heard that it is gone."""
+        """Forget why a conversation was dropped."""
         self._dropped.pop(conversation, None)
 
     def check(self) -> None:
-        """Assert that it all fits together."""
+        """Assert the registry's invariants."""
         assert (
             self._counted
             == sum(conversation.counted for conversation in self._live.values())
@@ -241,7 +245,7 @@ class ConversationRegistry:
         for conversation in self._live.values():
             assert (conversation in self._idle) == (not conversation.busy), f"{conversation.id}: idle or busy?"
         assert all(self._live.get(conversation.id) is conversation for conversation in self._idle)
-        assert all(one.detached and one.busy for one in self._detached), "one without an id is stuck"
+        assert all(one.detached and one.busy for one in self._detached), "a detached conversation is stuck"
         for conversation in self.everyone():
             at_work = conversation.running or conversation.preparing
             assert at_work is not None or not conversation.queue, f"{conversation.id}: a turn is stuck"

@@ -1,1 +1,1 @@
-"""The kvloom command, and everything that starts a tritonserver and watches it."""
+"""The kvloom command. Starts a tritonserver and monitors it."""

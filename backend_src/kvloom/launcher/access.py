@@ -1,30 +1,31 @@
-"""What clients of a tritonserver may use of its protocols."""
+"""Restricts which of tritonserver's protocols clients may use."""
 
 SWITCHED_OFF = ("model-repository", "trace", "logging")
-"""Triton's names of what changes the server for everybody: nobody but its operator has business there, and he has no
-need of it. Loading a model is running code: its files can be part of the request."""
+"""Triton's names of the protocols that change the server for all clients. No client needs them, and loading a model
+means running code, because its files can be part of the request."""
 
 SHARED_MEMORY = "shared-memory"
-"""Registering regions of /dev/shm: who can may read and write what other programs of the server's user keep there."""
+"""Triton's name of the protocol to register regions of /dev/shm. A client that may use it can read and write the shared
+memory of other programs of the server's user."""
 
 HEADER = "switched:off=-"
-"""The header that Triton asks for in a request to what is switched off. No request can have it: in HTTP a header's name
-ends at its first colon, and gRPC refuses names with one."""
+"""The header that Triton requires for a restricted protocol. No request can have it: in HTTP a header's name ends at
+its first colon, and gRPC rejects names with a colon."""
 
 
 def options(shared_memory: bool) -> list[str]:
-    """Options of tritonserver that switch off what clients shall not use, over HTTP and gRPC, and allow what they may.
+    """The options of tritonserver that restrict its protocols, over HTTP and gRPC.
 
     Args:
         shared_memory: whether clients may register shared memory.
     """
     off = ",".join(SWITCHED_OFF if shared_memory else (SHARED_MEMORY, *SWITCHED_OFF))
     return [
-        # what is loaded stays as it is, whatever anybody asks for
+        # Clients can't load or unload models
         "--model-control-mode=none",
         f"--http-restricted-api={off}:{HEADER}",
         f"--grpc-restricted-protocol={off}:{HEADER}",
-        # a client that looks every few seconds whether its connection lives may do so while it waits for a long answer
+        # A client may send keepalive pings while it waits for a long answer
         "--grpc-http2-max-ping-strikes=0",
         # The models must know which streams Triton would close at an error: it crashes if other requests are on them
         "--grpc-header-forward-pattern=triton_grpc_error",
@@ -32,18 +33,18 @@ def options(shared_memory: bool) -> list[str]:
 
 
 def warnings(shared_memory: bool, user: int) -> list[str]:
-    """What an operator should know about a start.
+    """The warnings to show to the operator when the server starts.
 
     Args:
         shared_memory: whether clients may register shared memory.
-        user: id of the user that the server will run as.
+        user: the id of the user that the server runs as.
     """
     said = []
     if user == 0:
-        said.append("running as root: whoever finds a hole in the server has the whole machine; use another user")
+        said.append("running as root: an attacker who breaks into the server controls the machine; use another user")
     if shared_memory:
         said.append(
-            "--shared-memory: every client can read and write what programs of this server's user keep in /dev/shm, "
-            "and end the server by shortening a region"
+            "--shared-memory: every client can read and write the shared memory of this user's programs in /dev/shm, "
+            "and can crash the server by shortening a region"
         )
     return said

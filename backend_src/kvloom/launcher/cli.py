@@ -1,4 +1,4 @@
-"""The ``kvloom`` command. What a command needs is imported inside it, so that ``--help`` comes at once."""
+"""The ``kvloom`` command. Each command imports its modules itself, so that ``--help`` is fast."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its help breaks lines oddly and shows flags as if they took a value
+    rich_markup_mode=None,  # rich's help breaks lines badly and shows flags as if they took a value
     context_settings={"max_content_width": 100},
 )
 
@@ -55,28 +55,30 @@ ENDPOINTS = ("http", "grpc", "metrics", "health")
 
 @app.callback()
 def kvloom() -> None:
-    """Large language models inside NVIDIA Triton Inference Server."""
+    """Serve large language models inside NVIDIA Triton Inference Server."""
 
 
 @app.command(cls=DescribesSettings)
 def serve(
     model: Model = None,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port, here and below.")] = 8000,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="For all ports: 0 takes any free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
     health_port: Annotated[int, typer.Option(min=0, max=65535, help="GET /health/ready: 200 or 503.")] = 8003,
-    host: Annotated[str, typer.Option(help="Address of all four; nothing controls access.", metavar="ADDRESS")] = HOST,
+    host: Annotated[
+        str, typer.Option(help="Address of all four ports. There is no access control.", metavar="ADDRESS")
+    ] = HOST,
     assignments: Assignments = None,
     binary: Binary = None,
     model_repository: Repository = None,
     log_file: LogFile = None,
-    exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30,
+    exit_timeout: Annotated[int, typer.Option(min=0, help="Seconds that running answers get when it stops.")] = 30,
     shared_memory: Annotated[
         bool, typer.Option("--shared-memory", help="Let clients register regions of /dev/shm: see docker/README.md.")
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Start tritonserver, and start it again whenever it fails, until Ctrl-C or SIGTERM."""
+    """Start tritonserver, and restart it whenever it fails, until Ctrl-C or SIGTERM."""
     from kvloom.launcher.supervisor import Supervisor
 
     ports = Ports(http_port, grpc_port, metrics_port, health_port, host)
@@ -112,7 +114,7 @@ def generate(
     ca_file: CaFile = None,
     header: Header = None,
     serve: Serve = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Send PROMPT without applying the chat template.")] = False,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -125,7 +127,7 @@ def generate(
     model_repository: Repository = None,
     verbose: Verbose = False,
 ) -> None:
-    """Stream one answer to the terminal; its speed goes to stderr. Ctrl-C interrupts it.
+    """Stream one answer to the terminal and print its speed on stderr. Ctrl-C cancels it.
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
@@ -162,7 +164,7 @@ def chat(
     model_repository: Repository = None,
     verbose: Verbose = False,
 ) -> None:
-    """Talk to the model. Ctrl-C interrupts an answer, and leaves at the prompt, as Ctrl-D does; /help lists commands.
+    """Chat with the model. Ctrl-C interrupts an answer; at the prompt Ctrl-C or Ctrl-D exits. /help lists commands.
 
     --model, --set, --tritonserver, --model-repository and --verbose are for --serve.
     """
@@ -179,30 +181,30 @@ def chat(
 def control(
     op: Annotated[Op, typer.Argument(metavar="OP", help="ping, status, cancel, end, flush or drain.")],
     conversation: Annotated[
-        str | None, typer.Argument(metavar="ID", help="Of the conversation, for status, cancel and end.")
+        str | None, typer.Argument(metavar="ID", help="The conversation's id, for status, cancel and end.")
     ] = None,
-    text_id: Annotated[bool, typer.Option("--text-id", help="ID is a text, though it is all digits.")] = False,
+    text_id: Annotated[bool, typer.Option("--text-id", help="ID is a string even if it is all digits.")] = False,
     admin_token_file: Annotated[
         typer.FileText | None,
-        typer.Option(help="Where the server's admin_token is, for drain; - is stdin.", metavar="PATH"),
+        typer.Option(help="A file with the server's admin_token, for drain; - is stdin.", metavar="PATH"),
     ] = None,
     timeout_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that running answers get, for drain; none: all they need.")
+        float | None, typer.Option(min=0, help="Seconds that running answers get, for drain. Default: no limit.")
     ] = None,
     url: Url = URL,
     ca_file: CaFile = None,
     header: Header = None,
 ) -> None:
-    """Ask a running server for something else than an answer; its reply is printed as JSON.
+    """Control a running server, and print its reply as JSON.
 
-    ping: is the engine alive? status, cancel and end: of a conversation, what it keeps, end its running answer, forget
-    it. flush: drop the prefix cache. drain: let running answers end, and take no more.
+    ping: check that the engine works. status: show what a conversation holds. cancel: end its running answer. end: end
+    the conversation. flush: drop the prefix cache. drain: finish running answers and refuse new requests.
     """
     if conversation is not None and op not in ABOUT_A_CONVERSATION:
-        raise typer.BadParameter(f"{op} is not about a conversation", param_hint="ID")
+        raise typer.BadParameter(f"{op} takes no conversation", param_hint="ID")
     import json
 
-    # not an option of its own: whoever is on the machine sees the arguments of a process
+    # The token itself is no option, because every user of the machine can see the arguments of a process
     token = admin_token_file.read().strip() if admin_token_file is not None else None
     given = _given(admin_token=token, timeout_s=timeout_s)
     number = conversation is not None and conversation.isdecimal() and not text_id
@@ -214,13 +216,13 @@ def control(
 def plan(
     model: Model = None,
     length: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of the sequences to count; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="Length of the sequences to count, in tokens. May be repeated.")
     ] = None,
     assignments: Assignments = None,
     model_repository: Repository = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with sizes in bytes.")] = False,
 ) -> None:
-    """Say what a server would do with the free memory: weights, cache, and how many sequences fit."""
+    """Show how a server would use the free memory: weights, cache, and how many sequences fit."""
     import torch
     from rich.console import Console
 
@@ -239,7 +241,7 @@ def plan(
 
 
 def main() -> None:
-    """Run the command; what kvloom raises on purpose becomes a message and exit code 1."""
+    """Run the command. kvloom's own errors become a message and exit code 1."""
     try:
         app()
     except KvloomError as error:
@@ -281,18 +283,18 @@ def _client(
     binary: Path | None,
     verbose: bool,
 ) -> "Iterator[Client]":
-    """A client for the server at ``url``, or for one that is started for it and stopped afterwards."""
+    """A client of the server at ``url``, or with ``serve`` of a server that is started and then stopped again."""
     if not serve:
         if model or assignments or source or binary or verbose:
             raise LaunchError(
-                "--model, --set, --tritonserver, --model-repository and --verbose are for the server that --serve "
-                f"starts; without --serve the one at {url} is asked as it is"
+                "--model, --set, --tritonserver, --model-repository and --verbose need --serve: they can't change the "
+                f"running server at {url}"
             )
         with _connect(url, ca_file, header) as client:
             yield client
         return
     if ca_file or header:
-        raise LaunchError("--ca-file and --header are for the server at --url; the one that --serve starts needs none")
+        raise LaunchError("--ca-file and --header are for a server at --url; leave them out with --serve")
     from kvloom.launcher.launch import Server
     from kvloom.launcher.starting import shown
 
@@ -306,7 +308,7 @@ def _client(
 
 @contextmanager
 def _talking() -> Iterator[Interrupts]:
-    """Interrupts for a command that asks a server; what goes wrong there becomes a message and an exit code."""
+    """Handle signals for a command that uses a client. The client's errors become a message and exit code 1."""
     from kvloom_client import KvloomClientError
 
     with Interrupts() as interrupts:
@@ -319,14 +321,14 @@ def _talking() -> Iterator[Interrupts]:
 
 
 def _chosen(model: str | None, assignments: list[str] | None) -> dict[str, str]:
-    """The settings that the command line changes."""
+    """The settings from the command line."""
     from kvloom.launcher.repository import parse_assignments
 
     return parse_assignments(assignments or []) | ({"model": model} if model is not None else {})
 
 
 def _given(**keys: Any) -> dict[str, Any]:
-    """The keys that were given; the others are the server's to decide."""
+    """The keys that are not None. The server has defaults for the others."""
     return {key: value for key, value in keys.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The health endpoint: /health/ready answers 200 or 503, /health/live 200 as long as the launcher runs."""
+"""The health endpoint. /health/ready answers 200 or 503; /health/live answers 200 while the launcher runs."""
 
 import sys
 import threading
@@ -12,13 +12,13 @@ from kvloom.errors import LaunchError
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of who breaks a connection; show a fault of ours."""
+        """Show faults, but not broken connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class HealthEndpoint:
-    """Answers GET and HEAD from a thread of its own until it is closed."""
+    """Answers GET and HEAD requests in a separate thread until it is closed."""
 
     def __init__(self, host: str, port: int, is_ready: Callable[[], bool]):
         """Start serving.
@@ -26,14 +26,14 @@ class HealthEndpoint:
         Args:
             host: IPv4 address to listen on.
             port: TCP port to listen on.
-            is_ready: asked at every request, from any thread.
+            is_ready: called for every request, from any thread.
 
         Raises:
-            LaunchError: the port can't be taken.
+            LaunchError: the port is not free.
         """
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # seconds a silent peer may hold a thread
+            timeout = 10  # seconds for which a silent client may occupy a thread
 
             def do_GET(self) -> None:  # noqa: N802 - the name is http.server's
                 path = self.path.partition("?")[0]
@@ -46,7 +46,7 @@ class HealthEndpoint:
                 else:
                     self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
 
-            def do_HEAD(self) -> None:  # noqa: N802 - likewise
+            def do_HEAD(self) -> None:  # noqa: N802 - the name is http.server's
                 self.do_GET()
 
             def _answer(self, status: HTTPStatus, text: str) -> None:
@@ -58,7 +58,7 @@ class HealthEndpoint:
                     self.wfile.write(text.encode())
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing: a probe every second is no news."""
+                """Log nothing: probes come every second."""
 
         try:
             self._server = _Server((host, port), Handler)

@@ -1,4 +1,4 @@
-"""Asks a server for signs of life, through its doors, as its clients do."""
+"""Checks that a server answers, through the endpoint that its clients use."""
 
 import http.client
 import json
@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 PERIOD_S = 1.0
-"""Seconds between two questions; one costs about 2 ms of processor time."""
+"""Seconds between two pings. A ping takes about 2 ms of CPU time."""
 
 CANARY = {"input_ids": [0], "max_tokens": 1, "temperature": 0.0}
 CANARIES, CANARY_PAUSE_S = 3, 0.5
-"""So many have to fail, for one may have been in a step that somebody else's request made fail."""
+"""This many canaries must fail, because one may have shared a step that another request made fail."""
 
 
 class NoAnswer(Exception):
-    """A question was not answered, with an error, or with what is no answer to it; ``str()`` is why."""
+    """A ping or a canary got no answer, an error or a malformed answer. ``str()`` is the reason."""
 
 
 class _Reply(BaseModel):
-    """What `generate` answers, or Triton in its place."""
+    """An answer of `generate`, or an error of Triton."""
 
     model_config = ConfigDict(strict=True)
 
@@ -45,7 +45,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What the engine said of itself, see ``engine.thread.Pulse``; ``broken`` is why it can't answer at all."""
+    """The engine's state, see ``engine.thread.Pulse``. ``broken`` is why every step fails, if so."""
 
     since_step_s: float
     draining: bool
@@ -53,19 +53,19 @@ class Beat:
 
 
 class Heartbeat:
-    """Pings the engine through `generate`, so that both models and Triton's HTTP door are on the way.
+    """Pings the engine through `generate`, so that a ping checks both models and Triton's HTTP endpoint.
 
-    A ping is answered between two steps: as long as none is, no step has finished either, whatever it is that hangs.
-    A full queue holds up no ping. Where steps fail, a canary shows whether any can still succeed.
+    The engine answers a ping between two steps. While it answers none, no step has finished either, whatever hangs. A
+    full queue does not delay a ping. If steps fail, canaries show whether any step can still succeed.
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float):
-        """Nothing is asked yet.
+        """Prepare. The first ``look`` sends the first ping.
 
         Args:
-            host: of Triton's HTTP door.
-            port: likewise.
-            stuck_after_s: after so many seconds without a finished step the engine counts as stuck; 0: never.
+            host: the host of Triton's HTTP endpoint.
+            port: its port.
+            stuck_after_s: seconds without a finished step after which the engine counts as stuck; 0 for never.
         """
         self._address = (host, port)
         self._stuck_after_s = stuck_after_s
@@ -77,10 +77,10 @@ class Heartbeat:
         self._said = ""
 
     def look(self) -> str | None:
-        """Take the answer that has come, ask again when it is time; never waits.
+        """Take the answer if it has come, and send the next ping when it is due. Does not block.
 
         Returns:
-            What is wrong with the engine; None as long as it works.
+            The problem of the engine; None if it works.
         """
         now = time.monotonic()
         if self._asked is not None and self._asked.done():
@@ -96,11 +96,11 @@ class Heartbeat:
 
     @property
     def draining(self) -> bool:
-        """Whether the engine takes no requests any more because somebody told it so."""
+        """Whether the engine drains and so refuses new requests."""
         return self._beat.draining
 
     def close(self) -> None:
-        """Ask no more; waits for the question on its way, which a killed server answers by breaking the connection."""
+        """Stop. Waits for a running ping; if the server was killed, its connection breaks."""
         self._pool.shutdown()
 
     def _problem(self, now: float) -> str | None:
@@ -143,10 +143,10 @@ class Heartbeat:
 
 
 def _read(kind: type[Read], said: str | bytes) -> Read:
-    """What was said, as its kind.
+    """Parse an answer.
 
     Raises:
-        NoAnswer: it is something else: on the port there may be anybody.
+        NoAnswer: it is something else. Another program may listen on the port.
     """
     try:
         return kind.model_validate_json(said)

@@ -8,14 +8,14 @@ from types import FrameType, TracebackType
 
 
 class Interrupts:
-    """Takes SIGINT and SIGTERM of the main thread while it is entered.
+    """A context manager that handles SIGINT and SIGTERM in the main thread.
 
-    A signal sets ``event`` and nothing else, so that no start or stop of a process is torn in the middle: who waits
-    polls it. Only inside ``raising`` does a signal raise KeyboardInterrupt, once.
+    A signal only sets ``event``, so that it can't interrupt the start or stop of a process. Code that waits polls the
+    event. Inside ``raising`` the first signal raises KeyboardInterrupt.
 
     Attributes:
         event: set by the first signal.
-        signum: number of the first signal; None before it, and after ``forget``.
+        signum: the number of the first signal; None before it and after ``forget``.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interrupts:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Let a signal, also one that came before, raise KeyboardInterrupt in the body."""
+        """Raise KeyboardInterrupt in the body when a signal comes, or if one has come before."""
         self._raising = True
         try:
             if self.event.is_set():
@@ -38,9 +38,9 @@ class Interrupts:
 
     @contextmanager
     def calling(self, end: Callable[[], None]) -> Iterator[None]:
-        """Let a signal, also one that came before, call ``end`` once, in a thread of its own.
+        """Call ``end`` once in a separate thread when a signal comes, or if one has come before.
 
-        For bodies that must not be left at any point, such as those that hold a library's locks.
+        For bodies that an exception must not interrupt, for example because they hold a library's locks.
         """
         self._end = end
         try:
@@ -51,7 +51,7 @@ class Interrupts:
             self._end = None
 
     def forget(self) -> None:
-        """Be as if no signal had come: what it was meant for has been done."""
+        """Reset ``event`` and ``signum`` after a signal has been handled."""
         self.signum = None
         self.event.clear()
 

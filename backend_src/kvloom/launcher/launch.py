@@ -1,4 +1,4 @@
-"""Starts a tritonserver of our own, waits until it answers, watches it and takes everything down again."""
+"""Starts a tritonserver, waits until it answers, monitors it and stops it."""
 
 import http.client
 import logging
@@ -34,27 +34,28 @@ from kvloom_client import Client, KvloomClientError
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY_MIB = 16
-"""What must be free there: the two models take 1 MiB each; the rest is for prompts, at about four times their size."""
+"""Shared memory that must be free. The two models take 1 MiB each. Prompts need about four times their size."""
 
 POLL_S = 0.1
 UNLOAD_S = 4.0
-"""Seconds of the exit timeout that are kept for unloading: the models take 2, and Triton looks once a second. It gets
-no more once all answers have ended: a request that Triton itself lost count of would hold it up to its last second."""
+"""Seconds of the exit timeout that are reserved for unloading: the models take 2, and Triton checks once a second. If
+all answers have ended, Triton gets no more, because a request that it has miscounted would delay it to the last
+second."""
 
 DRAINED = {"llm", "generate"}
-"""Models that have nothing more to do once `llm` is drained; others in the repository may."""
+"""Models that have no work left after `llm` is drained. Other models in the repository may have some."""
 
 LEAST_UNLOAD_S = 1.0
-"""Seconds that it gets in any case. To kill it earlier costs nobody anything: all answers have ended."""
+"""Minimum seconds for unloading. A kill after that harms no client: all answers have ended."""
 
 
 class Server:
-    """A running tritonserver. Made by ``start``; a context manager that stops it.
+    """A running tritonserver, created by ``start``. A context manager that stops it.
 
     Attributes:
-        ports: where it listens; on the health port somebody else does.
-        process: the tritonserver process; leads a session and process group of its own.
-        shm_prefix: what the names of all its files in /dev/shm begin with.
+        ports: the ports that it listens on, except the health port.
+        process: the tritonserver process, which leads its own session and process group.
+        shm_prefix: the prefix of the names of all its files in /dev/shm.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -86,24 +87,24 @@ class Server:
         exit_timeout_s: int = 30,
         stop: threading.Event | None = None,
     ) -> "Server":
-        """Start a server and wait until a first answer has come back; what it is doing until then is logged.
+        """Start a server and wait for its first answer. Logs the phases of the start.
 
         Args:
             repository: the models to serve.
-            ports: where to listen; 0 takes any free port.
-            binary: the tritonserver to start; None looks for one.
-            log_file: where its output goes; None keeps it in ``run_dir``.
-            run_dir: folder that outlives this server, for what the next one shall find, like the journal of the
-                conversations; None: there is no next one.
+            ports: the ports to listen on; 0 takes any free port.
+            binary: the tritonserver to start; None to look for one.
+            log_file: the file for its output; None for a file in ``run_dir``.
+            run_dir: a folder for files that the next server needs, like the conversations' journal; None if there is no
+                next server.
             verbose: also copy its output to stderr.
             shared_memory: let clients register shared memory, see `access`.
-            start_timeout_s: seconds it may take to get ready.
-            exit_timeout_s: seconds that a stop may take, most of them for running answers.
-            stop: when set, the start is given up.
+            start_timeout_s: maximum seconds until it is ready.
+            exit_timeout_s: maximum seconds that a stop takes, most of them for running answers.
+            stop: aborts the start when it is set.
 
         Raises:
-            LaunchError: it can't be found or started, or does not get ready. Nothing is left behind.
-            KeyboardInterrupt: ``stop`` was set. Nothing is left behind.
+            LaunchError: it can't be found or started, or does not become ready. Everything is cleaned up.
+            KeyboardInterrupt: ``stop`` was set. Everything is cleaned up.
         """
         with ExitStack() as cleanup:
             run_dir = run_dir or Path(cleanup.enter_context(run_folder()))
@@ -117,7 +118,7 @@ class Server:
             journal = run_dir / "journal"
             repository.write(
                 workdir / "models",
-                # Triton shows the settings to every client
+                # Digests, because Triton shows the settings to every client
                 admin_token=digests(repository.settings.admin_token, server._admin_token),
                 journal_dir=repository.settings.journal_dir or str(journal),
             )
@@ -154,34 +155,34 @@ class Server:
 
     @property
     def metrics_url(self) -> str:
-        """URL of the metrics in Prometheus' text format."""
+        """URL of the metrics in Prometheus's text format."""
         return f"http://{self.ports.own_host}:{self.ports.metrics}/metrics"
 
     @property
     def ready(self) -> bool:
-        """Whether it has answered a request and all of its processes still run; any thread may ask."""
+        """Whether it has answered a request and all of its processes run. Any thread may call this."""
         return self._answered and self._ended() is None
 
     def check(self) -> None:
-        """Look after the server.
+        """Check that all processes of the server run.
 
         Raises:
-            LaunchError: a process of it has ended; carries the end of its log.
+            LaunchError: a process has ended. The message contains the end of the log.
         """
         ended = self._ended()
         if ended is not None:
             raise self.failure(ended)
 
     def failure(self, what: str) -> LaunchError:
-        """An error that carries the end of the log."""
+        """An error whose message contains the end of the log."""
         return self._log.failure(what, starting=not self._answered)
 
     def stop(self) -> None:
-        """Let running answers end, then stop everything and remove what it left; may be called again."""
+        """Let running answers finish, then stop everything and clean up. May be called again."""
         self._cleanup.close()
 
     def kill(self) -> None:
-        """The same at once: connections to it break, and who waits for an answer gets an error."""
+        """Stop everything at once and clean up. Connections break, so that clients get an error."""
         self._answered = False
         self._cleanup.close()
 
@@ -194,11 +195,11 @@ class Server:
         self.stop()
 
     def _ended(self) -> str | None:
-        """Which process has ended, in words."""
+        """A message that says which process has ended; None if all run."""
         code = self.process.poll()
         if code is not None:
             reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return f"tritonserver ended by itself ({reason})"
+            return f"tritonserver has ended ({reason})"
         for model, process in self._stubs.items():
             if not alive(process):
                 return f"the process of the model {model} has ended"
@@ -208,7 +209,7 @@ class Server:
         return [
             f"--model-repository={models}",
             *access.options(self._shared_memory),
-            # the config is complete; completing it would load every model's Python twice
+            # The config is complete; auto-completion would load every model's Python twice
             "--disable-auto-complete-config",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
@@ -228,7 +229,7 @@ class Server:
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise self.failure("tritonserver did not get ready in time")
+                raise self.failure("tritonserver did not become ready in time")
             time.sleep(POLL_S)
 
     def _serves_http(self) -> bool:
@@ -242,7 +243,7 @@ class Server:
             connection.close()
 
     def _wait_for_canary(self, deadline: float, stop: threading.Event | None) -> None:
-        """Triton says ready also when a model can't answer; only an answer proves that it can."""
+        """Wait for an answer, because Triton is also ready if a model can't answer."""
         with Client(self.grpc_url) as client, ThreadPoolExecutor(1) as pool:
             with client.stream(input_ids=[0], max_tokens=1, temperature=0.0, request_id="canary") as stream:
                 answer = pool.submit(list, stream)
@@ -257,16 +258,16 @@ class Server:
             deadline = time.monotonic() + self._exit_timeout_s
             drained = self._drain()
             self._answered = False
-            # tritonserver takes its stubs down itself; a signal to the whole group would cut their last responses
+            # tritonserver stops its stubs itself; a signal to the whole group would lose their last responses
             self.process.terminate()
             left_s = max(deadline - time.monotonic(), LEAST_UNLOAD_S)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(min(left_s, UNLOAD_S) if drained and self._stubs.keys() <= DRAINED else left_s)
-        # usually nobody is left
+        # Usually no process is left
         kill_group(self.process)
 
     def _drain(self) -> bool:
-        """Let the running answers end first: once Triton unloads, nothing gets through to `llm`, no cancel either.
+        """Let the running answers finish. When Triton unloads, no request reaches `llm`, not even a cancel.
 
         Returns:
             Whether all have ended.
@@ -278,7 +279,7 @@ class Server:
                     "drain", admin_token=self._admin_token, timeout_s=timeout_s, timeout=timeout_s + UNLOAD_S / 2
                 )
         except KvloomClientError as error:
-            log.warning("kvloom: running answers could not be ended before the stop: %s", error)
+            log.warning("kvloom: could not end the running answers before the stop: %s", error)
             return False
         return True
 
@@ -288,10 +289,10 @@ class Server:
 
 
 def check_shared_memory(folder: Path) -> None:
-    """See to it that Triton's Python backend finds the shared memory that it needs.
+    """Check that there is enough shared memory for Triton's Python backend.
 
     Raises:
-        LaunchError: too little of the file system at ``folder`` is free; says what to do.
+        LaunchError: too little of the file system at ``folder`` is free. The message says what to do.
     """
     try:
         free = shutil.disk_usage(folder).free
@@ -300,6 +301,6 @@ def check_shared_memory(folder: Path) -> None:
     if free < SHARED_MEMORY_MIB << 20:
         raise LaunchError(
             f"shared memory: {folder} has {free / 2**20:.1f} MiB free, Triton's Python backend needs "
-            f"{SHARED_MEMORY_MIB} MiB: delete what ended programs left there, or enlarge it (Docker: --shm-size=256m, "
+            f"{SHARED_MEMORY_MIB} MiB: delete files of ended programs there, or enlarge it (Docker: --shm-size=256m, "
             f"compose: shm_size, elsewhere: mount -o remount,size=256m {folder})"
         )

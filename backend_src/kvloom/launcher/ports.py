@@ -1,4 +1,4 @@
-"""The TCP ports of a server, all on one address."""
+"""Chooses and checks the TCP ports of a server. All are on one address."""
 
 import ipaddress
 import random
@@ -11,16 +11,16 @@ from kvloom.errors import LaunchError
 HOST = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"
 
-# below the range from which the kernel takes the ports of outgoing connections
+# Below the kernel's range of ports for outgoing connections
 _CANDIDATES = range(20000, 32000)
 
-# the names that stand for the ports this process has chosen; servers that began 16 launches ago hold theirs themselves
+# Sockets whose names reserve the ports of the last 16 launches. Servers before those have bound their ports themselves
 _claims: deque[socket.socket] = deque(maxlen=4 * 16)
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Port numbers of the endpoints, where 0 stands for any free one, and the IPv4 address they are taken on."""
+    """The port numbers of the endpoints, where 0 means any free port, and their IPv4 address."""
 
     http: int = 0
     grpc: int = 0
@@ -29,10 +29,10 @@ class Ports:
     host: str = HOST
 
     def resolved(self) -> "Ports":
-        """The same with a free port in place of every 0.
+        """A copy with a free port instead of every 0.
 
         Raises:
-            LaunchError: a port is taken or given twice, or the host is no address of this machine.
+            LaunchError: a port is in use or given twice, or the host is not an address of this machine.
         """
         if not _can_bind(self.host):
             raise LaunchError(
@@ -55,12 +55,12 @@ class Ports:
         return Ports(**chosen, host=self.host)
 
     def address(self, name: str) -> str:
-        """``host:port`` that the endpoint ``name`` listens on."""
+        """``host:port`` of the endpoint ``name``."""
         return f"{self.host}:{self._numbers()[name]}"
 
     @property
     def own_host(self) -> str:
-        """The address by which this machine itself reaches them."""
+        """The address for connections from this machine."""
         return HOST if self.host == EVERY_INTERFACE else self.host
 
     def _numbers(self) -> dict[str, int]:
@@ -75,9 +75,10 @@ def _can_bind(host: str) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Keep other launchers off a port until tritonserver takes it; False where one of them, or this one, has it.
+    """Reserve a port among all launchers until tritonserver binds it. False if it is reserved already.
 
-    A name in Linux's abstract namespace goes with its process, and is as private to a container as its ports.
+    The reservation is a name in Linux's abstract socket namespace. It disappears with its process, and containers with
+    separate ports have separate names.
     """
     name = socket.socket(socket.AF_UNIX)
     try:
@@ -91,7 +92,7 @@ def _claim(port: int) -> bool:
 
 def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        # as servers do: connections that linger after an earlier server's end don't count
+        # As servers do: a port with only lingering connections of an earlier server is free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""The processes of a tritonserver: started as one group, and ended as one whatever becomes of who started them."""
+"""Starts the processes of a tritonserver as one group, and ends them as one even if the launcher is killed."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from kvloom.errors import LaunchError
 SHARED_MEMORY = Path("/dev/shm")
 KILL_GRACE_S = 5.0
 
-# waits for the end of its input, which is the end of who holds the other end, however that came about
+# Waits until its input closes, which happens when the launcher ends for any reason
 _GUARD = 'read -r _; kill -s KILL -- "-$1"; sleep 0.2; rm -f "$2"*; rm -rf "$3"'
 
 
 def spawn(command: list[str], environment: dict[str, str], log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start a command that leads a session and process group of its own; what it prints goes to ``log``.
+    """Start a command in its own session and process group. Its output goes to ``log``.
 
     Raises:
         LaunchError: it can't be started.
@@ -33,27 +33,27 @@ def spawn(command: list[str], environment: dict[str, str], log: BinaryIO) -> "su
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            # Ctrl-C in a terminal goes to the launcher only, and everything it started can be killed as one group
+            # Ctrl-C in a terminal reaches the launcher only, and the command's processes can be killed as one group
             start_new_session=True,
         )
     except OSError as error:
-        raise LaunchError(f"{command[0]}: can't be started: {error.strerror}") from error
+        raise LaunchError(f"can't start {command[0]}: {error.strerror}") from error
 
 
 class Guard:
-    """Kills a process group and removes its files if this process ends without having done so itself, by SIGKILL too.
+    """Kills a process group and removes its files if this process ends before it has done so, even by SIGKILL.
 
-    The kernel's own signal at a parent's death comes at the end of the thread that started the child already, reaches
-    no grandchild and removes no files.
+    The kernel's parent-death signal does not suffice: it comes when the thread ends that started the child, reaches no
+    grandchildren and removes no files.
     """
 
     def __init__(self, group: int, shm_prefix: str, folder: Path):
-        """Begin to watch.
+        """Start the guard process.
 
         Args:
-            group: its id.
-            shm_prefix: what the names of its files in /dev/shm begin with.
-            folder: is removed too.
+            group: the id of the process group.
+            shm_prefix: the prefix of the names of its files in /dev/shm.
+            folder: a folder to remove as well.
         """
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "kvloom-guard", str(group), str(SHARED_MEMORY / shm_prefix), str(folder)],
@@ -64,7 +64,7 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """Everything has been taken down; do nothing."""
+        """Stop the guard, because everything has been cleaned up."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -72,7 +72,7 @@ class Guard:
 
 
 def kill_group(leader: "subprocess.Popen[bytes]") -> None:
-    """Kill whoever is left of a group and wait until they are gone."""
+    """Kill the remaining processes of a group and wait until they have ended."""
     with suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)
     leader.wait()
@@ -82,7 +82,7 @@ def kill_group(leader: "subprocess.Popen[bytes]") -> None:
 
 
 def remove_shared_memory(prefix: str) -> None:
-    """Remove the files in /dev/shm whose names begin so."""
+    """Remove the files in /dev/shm whose names begin with ``prefix``."""
     for path in SHARED_MEMORY.glob(f"{prefix}*"):
         path.unlink(missing_ok=True)
 
@@ -99,7 +99,7 @@ def stubs_of(tritonserver: int) -> dict[str, psutil.Process]:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; who is dead but not reaped by its parent does not count."""
+    """Whether a process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

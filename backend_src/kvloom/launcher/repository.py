@@ -1,4 +1,4 @@
-"""The model repository that a server is started on: a copy of kvloom's own, with the settings of this start."""
+"""The model repository for a server: a copy of kvloom's own repository with the settings of this start."""
 
 import shutil
 import sysconfig
@@ -19,14 +19,14 @@ def _source() -> Path:
 
 
 SOURCE = _source()
-"""kvloom's own repository: in the source tree that kvloom runs from, else where its wheel put it."""
+"""kvloom's own repository: in the source tree if kvloom runs from there, else where its wheel has installed it."""
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, str]:
     """Read ``KEY=VALUE`` strings.
 
     Raises:
-        SettingsError: one is not of that form.
+        SettingsError: a string does not have this form.
     """
     settings = {}
     for assignment in assignments:
@@ -38,36 +38,36 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 
 class ModelRepository:
-    """kvloom's model repository with changed settings, checked and ready to be written where a server may read it.
+    """kvloom's model repository with changed settings. They are checked; ``write`` makes a copy for a server.
 
     Attributes:
-        settings: the settings of a server that is started on it; the model is a path.
+        settings: the settings of a server on this repository. The model is a path.
     """
 
     def __init__(self, settings: Mapping[str, str], source: Path = SOURCE):
-        """Check the settings and find the model; the default model is fetched unless it is in the cache.
+        """Check the settings and find the model. Downloads the default model unless it is in the cache.
 
         Args:
-            settings: what to change in the ``parameters`` of llm's config.pbtxt.
+            settings: the settings to change in the ``parameters`` of llm's config.pbtxt.
             source: the repository to copy.
 
         Raises:
             LaunchError: there is no repository at ``source``, or its config can't be read.
             SettingsError: a setting is unknown or malformed.
-            ModelError: the model does not exist or could not be fetched.
+            ModelError: the model does not exist or can't be downloaded.
         """
         self._source = source
         path = source / "llm" / "config.pbtxt"
         if not path.is_file():
             raise LaunchError(
-                f"no model repository at {source}: {path} is missing; name the right one with --model-repository DIR"
+                f"no model repository at {source}: {path} is missing; give the right one with --model-repository DIR"
             )
         try:
             self._config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
         except text_format.ParseError as error:
             raise LaunchError(f"{path}: {error}") from error
         parameters = {key: value.string_value for key, value in self._config.parameters.items()} | dict(settings)
-        # the server may run elsewhere and is not to fetch anything: it gets the path
+        # The server gets a path, because it may run in another directory and must not download anything
         parameters["model"] = str(_resolve_model(Settings.parse(parameters).model))
         self.settings = Settings.parse(parameters)
         self.settings.check_slots(self._config.sequence_batching.oldest.max_candidate_sequences)
@@ -75,7 +75,7 @@ class ModelRepository:
             self._config.parameters[key].string_value = value
 
     def write(self, target: Path, **changed: str) -> None:
-        """Write the repository to ``target``, which must not exist yet, with settings ``changed`` for this time."""
+        """Write a copy to ``target``, which must not exist yet. The copy also gets the settings ``changed``."""
         config = ModelConfig()
         config.CopyFrom(self._config)
         for key, value in changed.items():
@@ -86,7 +86,7 @@ class ModelRepository:
 
 def _resolve_model(model: str) -> Path:
     if model == "default":
-        # needed here only, and fetching brings its own imports
+        # Imported here, because only this case needs it and its imports are slow
         from kvloom.models.fetch import default_model
 
         return default_model().absolute()

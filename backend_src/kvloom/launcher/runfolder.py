@@ -1,4 +1,4 @@
-"""Where the launcher keeps what a server needs while it runs."""
+"""The temporary folder for a running server's files."""
 
 import logging
 import re
@@ -11,27 +11,27 @@ from kvloom.private import check_place
 log = logging.getLogger(__name__)
 
 PLAIN = re.compile(r"[A-Za-z0-9._/+-]*")
-"""Names that a shell takes as they are."""
+"""Names that a shell does not change."""
 
 FALLBACK = Path("/tmp").resolve()
 
 
 def run_folder() -> "tempfile.TemporaryDirectory[str]":
-    """Make a folder that only this user may enter, and that is removed in the end.
+    """Make a temporary folder that only this user may enter.
 
-    Triton's Python backend starts its processes through a shell and does not quote the model's path: a blank in it
-    hangs the start, and what stands between backquotes is executed. So the folder lies below TMPDIR only where that is
-    a plain name, and where nobody else can put another folder in its place.
+    Triton's Python backend starts its processes through a shell and does not quote the model's path. A space in it
+    hangs the start, and text in backquotes is executed. So TMPDIR is used only if its name is plain. No other user may
+    be able to replace the folder.
 
     Raises:
-        LaunchError: there is no such place.
+        LaunchError: another user could replace the folder.
     """
     place = Path(tempfile.gettempdir()).resolve()
     if not PLAIN.fullmatch(str(place)):
-        log.warning("TMPDIR=%s has characters that Triton can't take; using %s", ascii(str(place)), FALLBACK)
+        log.warning("TMPDIR=%s has characters that Triton does not support; using %s", ascii(str(place)), FALLBACK)
         place = FALLBACK
     try:
         check_place(place)
     except OSError as error:
-        raise LaunchError(f"the folder for temporary files: {error}; name another one in TMPDIR") from error
+        raise LaunchError(f"the folder for temporary files: {error}; set TMPDIR to another folder") from error
     return tempfile.TemporaryDirectory(prefix="kvloom-", dir=place)

@@ -1,4 +1,4 @@
-"""The file with everything that a tritonserver and its models print."""
+"""The log file with the output of tritonserver and its models."""
 
 import logging
 import os
@@ -17,10 +17,10 @@ from kvloom.progress import phase
 log = logging.getLogger(__name__)
 
 MODEL_SAYS = "kvloom: ERROR kvloom.serving.llm: "
-"""What the line begins with in which `llm` says why it can't start."""
+"""The beginning of the line in which `llm` logs why it can't start."""
 
 TOLD = re.compile(r"kvloom: (INFO kvloom\.progress|WARNING kvloom\.[\w.]+): (.*)")
-"""A line of the models that is for whoever waits for the start."""
+"""A line of the models to show to the user during a start: its progress or a warning."""
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -28,51 +28,58 @@ POLL_S = 0.1
 
 
 class ServerLog:
-    """The part of a log file that one tritonserver writes; it is appended to what earlier ones wrote.
+    """The part of a log file that one tritonserver writes. It is appended to the logs of earlier servers.
 
     Attributes:
-        file: to be written to by the server; a context manager, like every file.
+        file: the file for the server to write to; a context manager.
     """
 
     file: BinaryIO
 
     def __init__(self, path: Path):
-        """Raises LaunchError: the file can't be opened."""
+        """Open the file.
+
+        Raises:
+            LaunchError: it can't be opened, or belongs to another user.
+        """
         try:
-            # what clients ask may be in it
+            # Private, because it may contain prompts
             self.file = open(path, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115 the caller closes it
         except OSError as error:
             raise LaunchError(f"log file {path}: {error.strerror}") from error
         found = os.fstat(self.file.fileno())
         if stat.S_ISREG(found.st_mode) and found.st_uid != os.geteuid():
             self.file.close()
-            raise LaunchError(f"log file {path}: belongs to user {found.st_uid}, who could read what clients ask")
+            raise LaunchError(f"log file {path}: belongs to user {found.st_uid}, who could read the clients' prompts")
         self._path = path
         self._start = path.stat().st_size
 
     def failure(self, what: str, starting: bool) -> LaunchError:
-        """An error that says what failed and what the log's last lines are.
+        """An error with ``what`` has failed and the last lines of the log.
 
-        Where the model said why it can't start, that is all: it is one line.
+        If the server was starting and `llm` has logged why it can't start, the error has this reason only.
         """
         try:
             with self._path.open("rb") as log:
                 log.seek(max(self._start, self._path.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode("utf-8", errors="replace").splitlines()
         except OSError as error:
-            # somebody moved it; what failed is still to be told, and to be mended
+            # The file was moved. The caller still needs an error with the failure
             lines = [f"({self._path}: {error.strerror})"]
         said = [line.removeprefix(MODEL_SAYS) for line in lines if line.startswith(MODEL_SAYS)]
         if starting and said:
-            return LaunchError(f"llm can't be served: {said[-1]}")
-        # Triton's tables repeat what the lines before them say
+            return LaunchError(f"can't start llm: {said[-1]}")
+        # Triton's tables repeat the lines before them
         lines = [line for line in lines if not line.startswith(("+-", "| "))]
         return LaunchError("\n  | ".join([f"{what}; the end of its log ({self._path}):", *lines[-TAIL_LINES:]]))
 
     def follow(self, show: Callable[[str], None]) -> Callable[[], None]:
-        """Hand over each line that is appended, in a thread; returns what ends it, which may be called again.
+        """Call ``show`` with each appended line, in a separate thread.
 
-        Of a terminal or a pipe nothing can be read again: whoever is there sees the lines themselves.
+        Does nothing if the log is a terminal or a pipe: it can't be read, and the user sees the lines there.
+
+        Returns:
+            A function that ends the thread. It may be called again.
         """
         if not self._path.is_file():
             return lambda: None
@@ -104,12 +111,12 @@ class ServerLog:
 
 
 def to_stderr(line: str) -> None:
-    """Show every line: ``--verbose``."""
+    """Print every line on stderr, for ``--verbose``."""
     print(line, file=sys.stderr, flush=True)
 
 
 def to_log(line: str) -> None:
-    """Log here what the models are doing and warn of, as if it were done here."""
+    """Log the models' progress and warnings in this process."""
     told = TOLD.fullmatch(line)
     if told is None:
         return

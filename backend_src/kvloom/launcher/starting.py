@@ -1,4 +1,4 @@
-"""Shows on stderr what a start is doing."""
+"""Shows the progress of a start on stderr."""
 
 import logging
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ PACKAGE = logging.getLogger("kvloom")
 
 @contextmanager
 def shown(plain: bool = False) -> Iterator[None]:
-    """Meanwhile show what is being done, and warnings.
+    """Show progress and warnings while the body runs.
 
-    On a terminal what is being done is one line, which goes at the end; elsewhere there is a line for each.
+    On a terminal the progress is one line, which is removed at the end. Otherwise each phase is a line.
 
     Args:
-        plain: line by line on a terminal, too, where other output goes there.
+        plain: print lines on a terminal, too, because other output goes there.
     """
     console = Console(stderr=True, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
@@ -37,7 +37,7 @@ def shown(plain: bool = False) -> Iterator[None]:
 
 
 class _Handler(logging.Handler):
-    """Begins to show when there is something to show: a start that is refused at once leaves one line, its error."""
+    """Shows nothing before the first record, so that a start that fails at once prints only its error."""
 
     def __init__(self, console: Console, live: Progress | None):
         super().__init__()
@@ -58,7 +58,7 @@ class _Handler(logging.Handler):
             self._live.update(self._task, description=text)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._live is not None and self._task is not None:
             self._live.stop()
         super().close()

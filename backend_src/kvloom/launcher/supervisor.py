@@ -1,4 +1,4 @@
-"""Keeps a tritonserver serving: starts it again, on the same ports, when it has died, hangs or answers nothing."""
+"""Keeps a tritonserver running: restarts it on the same ports if it has ended, hangs or can't answer."""
 
 import dataclasses
 import sys
@@ -20,22 +20,24 @@ from kvloom.launcher.starting import shown
 
 LOOK_S = 0.5
 STABLE_S = 60.0
-"""A server that served for so long had nothing to do with the failures before it."""
+"""After this many seconds of serving, earlier failures no longer count."""
 
 PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the start that follows the n-th failure in a row."""
+"""Seconds to wait before the restart after the first, second, ... failure in a row."""
 
 MAX_FAILED_STARTS = 5
-"""After so many starts in a row that did not get ready, no further one will."""
+"""The supervisor gives up after this many failed starts in a row."""
 
 
 class Supervisor:
-    """Tritonservers, one after the other, and a health endpoint that stays. A context manager: entering starts the
-    first server and waits until it has answered; leaving lets running answers end and takes everything down.
+    """Runs a tritonserver, restarts it if it fails, and runs the health endpoint all the time.
+
+    A context manager: entering it starts the first server and waits for its first answer. Leaving it lets running
+    answers finish and stops everything.
 
     Attributes:
-        ports: where the servers listen, all on the same.
-        recoveries: how often the server was started again.
+        ports: the ports of all servers.
+        recoveries: how often the server was restarted.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Supervisor:
 
         Args:
             repository: the models to serve.
-            ports: where to listen; 0 takes any free port.
-            stop: when set, ``watch`` returns and a start is given up.
+            ports: the ports to listen on; 0 takes any free port.
+            stop: when it is set, ``watch`` returns and a start is aborted.
             verbose: copy the servers' output to stderr.
-            options: of ``Server.start``.
+            options: options of ``Server.start``.
 
         Raises:
-            LaunchError: a port is taken.
+            LaunchError: a port is in use.
         """
         self.ports = ports.resolved()
         self.recoveries = 0
@@ -65,15 +67,15 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether the server works and takes requests; any thread may ask."""
+        """Whether the server works and accepts requests. Any thread may call this."""
         server = self._server
         return self._serving and server is not None and server.ready
 
     def watch(self) -> None:
-        """Look after the server until ``stop`` is set, and start it again whenever it fails.
+        """Monitor the server until ``stop`` is set, and restart it whenever it fails.
 
         Raises:
-            LaunchError: it does not get ready any more.
+            LaunchError: it does not become ready again.
         """
         while not self._stop.wait(LOOK_S):
             try:
@@ -97,7 +99,7 @@ class Supervisor:
         self._cleanup.close()
 
     def _start(self) -> None:
-        # the endpoint has the health port
+        # The health endpoint holds the health port
         ports = dataclasses.replace(self.ports, health=0)
         with shown(plain=self._options["verbose"]):
             self._server = Server.start(
@@ -117,7 +119,7 @@ class Supervisor:
         self._serving = not self._heartbeat.draining
 
     def _recover(self, failure: LaunchError) -> None:
-        """Replace the server. Returns with none if ``stop`` is set meanwhile."""
+        """Replace the server. If ``stop`` is set in the meantime, return without a server."""
         failed_at = time.monotonic()
         if failed_at - self._began > STABLE_S:
             self._failures = 0
@@ -126,7 +128,7 @@ class Supervisor:
             self._failures += 1
             pause_s = PAUSES_S[min(self._failures, len(PAUSES_S)) - 1]
             _say(f"{failure}")
-            _say(f"starting tritonserver again{f' in {pause_s:.0f} s' if pause_s else ''}")
+            _say(f"restarting tritonserver{f' in {pause_s:.0f} s' if pause_s else ''}")
             if self._stop.wait(pause_s):
                 return
             try:
@@ -139,12 +141,12 @@ class Supervisor:
                 raise
             else:
                 self.recoveries += 1
-                _say(f"serving again, {time.monotonic() - failed_at:.1f} s after the failure was noticed")
+                _say(f"serving again {time.monotonic() - failed_at:.1f} s after the failure was detected")
                 return
-        raise LaunchError(f"given up after {MAX_FAILED_STARTS} starts that failed; the last one: {failure}")
+        raise LaunchError(f"gave up after {MAX_FAILED_STARTS} failed starts; the last error: {failure}")
 
     def _kill_server(self) -> None:
-        """Take the server down at once, so that every client's connection breaks instead of hanging."""
+        """Kill the server at once, so that clients' connections break instead of hanging."""
         self._serving = False
         server, self._server = self._server, None
         if server is not None:

@@ -1,4 +1,4 @@
-"""Answers on a terminal: text as it comes on stdout, its speed dimly on stderr; and conversations there."""
+"""Streams answers to the terminal, with their speed on stderr, and runs chat sessions there."""
 
 import signal
 import sys
@@ -12,16 +12,16 @@ from kvloom.launcher.interrupts import Interrupts
 from kvloom_client import Client, KvloomClientError, NotFound, RequestFailed, Stream
 
 HELP = """\
-/system TEXT   instructions for the model, from the next answer on; without TEXT: none
+/system TEXT   set instructions for the model, from the next answer on; without TEXT remove them
 /reset         forget the conversation
-/quit          leave, as Ctrl-D does
-Ctrl-C interrupts an answer, what came of it stays in the conversation; at the prompt it leaves."""
+/quit          exit, like Ctrl-D
+Ctrl-C interrupts an answer; the text so far stays in the conversation. At the prompt it exits."""
 
 _PROMPT = "> "
 _PATIENCE_S = 2.0
-"""Seconds that a server gets for what is not an answer."""
+"""Timeout in seconds for control requests."""
 _AGAIN_S = 0.2
-"""Between two tries to end an answer."""
+"""Seconds between two attempts to end an answer."""
 
 
 def print_answer(
@@ -30,22 +30,22 @@ def print_answer(
     interrupts: Interrupts,
     interrupt: Callable[[Stream], None] = Stream.cancel,
 ) -> Stream:
-    """Ask, and print the answer as it comes and then its speed, also when it breaks off or a signal ends it.
+    """Send a request and print its answer as it comes, then its speed, even if the answer fails or a signal ends it.
 
     Args:
-        ask: asks.
-        said: gets the answer's parts, also those before it broke off.
+        ask: sends the request.
+        said: receives the parts of the answer, even if it fails later.
         interrupts: a signal ends the answer.
-        interrupt: how it does; called in a thread of its own.
+        interrupt: ends the answer after a signal. Called in a separate thread.
 
     Returns:
-        the answer's stream, which has ended.
+        The answer's stream, which has ended.
 
     Raises:
-        KvloomClientError: there is no answer, or no whole one.
+        KvloomClientError: the request or its answer failed.
     """
     start = time.perf_counter()
-    arrivals: list[tuple[float, int]] = []  # when, and how many tokens
+    arrivals: list[tuple[float, int]] = []  # (time, number of tokens)
     try:
         with ask() as stream, interrupts.calling(lambda: interrupt(stream)):
             for chunk in stream:
@@ -62,10 +62,11 @@ def print_answer(
 
 
 class ChatSession:
-    """A conversation: what is typed (or piped in) line by line, and the answers to it.
+    """A chat with lines from the terminal or a pipe as messages.
 
-    The server keeps it and its cache, and a turn sends only what is new. What was said is kept here, too: where the
-    server has lost the conversation, or may have another idea of it than what is to be seen here, it is told again.
+    The server keeps the conversation and its KV cache, and a turn sends only new messages. The messages are kept here,
+    too. If the server has lost the conversation, or its history may differ from the text on the terminal, all messages
+    are sent again.
     """
 
     def __init__(self, client: Client, sampling: dict[str, Any], interrupts: Interrupts, system: str | None = None):
@@ -78,17 +79,17 @@ class ChatSession:
         self._interactive = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Talk until the input ends or ``/quit``.
+        """Chat until the input ends or ``/quit``.
 
         Raises:
-            KeyboardInterrupt: SIGTERM, or SIGINT between the turns of an input that is no terminal.
-            KvloomClientError: a turn failed and the input is no terminal; at a terminal it is told instead.
+            KeyboardInterrupt: SIGTERM, or SIGINT between two turns if the input is not a terminal.
+            KvloomClientError: a turn failed and the input is not a terminal. On a terminal the error is printed.
         """
         if self._interactive:
-            # history and editing of the line; importing it is what gives them to input()
+            # The import gives input() a history and line editing
             import readline  # noqa: F401
 
-            _note("/help lists what else can be typed; Ctrl-D leaves")
+            _note("/help lists the commands; Ctrl-D exits")
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         try:
@@ -102,7 +103,7 @@ class ChatSession:
             self._forget()
 
     def _read(self) -> str | None:
-        """The next line; None at the end of the input, or when Ctrl-C is typed instead of one."""
+        """The next line; None at the end of the input or after Ctrl-C on a terminal."""
         try:
             with self._interrupts.raising():
                 return input(_PROMPT if self._interactive else "")
@@ -120,7 +121,7 @@ class ChatSession:
             print()
 
     def _command(self, line: str) -> bool:
-        """Do what a line that begins with a slash says; False: leave."""
+        """Run the command in a line that begins with a slash. Returns False for ``/quit``."""
         name, _, text = line.partition(" ")
         if name == "/quit":
             return False
@@ -133,15 +134,15 @@ class ChatSession:
         elif name == "/help":
             _note(HELP)
         else:
-            _note(f"{name} is no command; a message that begins with a slash needs a space before it\n{HELP}")
+            _note(f"unknown command {name}; to send a message that begins with a slash, put a space before it\n{HELP}")
         return True
 
     def _forget(self) -> None:
-        """Let the server forget the conversation; the next turn begins a new one there."""
+        """End the conversation on the server. The next turn starts a new one."""
         try:
             self._conversation.end(timeout=_PATIENCE_S)
         except KvloomClientError as error:
-            _note(f"kvloom: the server keeps the conversation for a while: {error}")
+            _note(f"kvloom: could not end the conversation; the server keeps it until it expires: {error}")
         self._conversation = self._client.conversation()
 
     def _turn(self, text: str) -> None:
@@ -153,7 +154,7 @@ class ChatSession:
             except NotFound as error:
                 if said or not self._history:
                     raise
-                _note(f"kvloom: {error}; telling it again")
+                _note(f"kvloom: {error}; sending all messages again")
                 self._answer(turn, said)
         except KvloomClientError as error:
             if said or not isinstance(error, RequestFailed):
@@ -164,23 +165,24 @@ class ChatSession:
         if self._interrupts.signum == signal.SIGTERM:
             raise KeyboardInterrupt
         if self._interrupts.signum == signal.SIGINT:
-            # also one that came too late for the answer: it was not meant for the conversation
+            # Even if it came too late for the answer, it must not end the chat
             self._interrupts.forget()
-        # a turn without any answer is as if it had never been
+        # A turn without any answer is dropped
         if any(said):
             self._history += [turn, {"role": "assistant", "content": "".join(said)}]
         elif said:
-            # the server has it in the conversation
+            # The server has added the turn to the conversation
             self._conversation.begun = False
 
     def _answer(self, turn: dict[str, str], said: list[str]) -> None:
         stream = print_answer(lambda: self._ask(turn), said, self._interrupts, self._interrupt)
         if stream.cancelled:
-            # given up, so that the server may have less or more of it. After its end: its tries set this, too
+            # The server may have kept less or more of the answer. This must come after the stream's end, whose attempts
+            # set `begun`, too
             self._conversation.begun = False
 
     def _ask(self, turn: dict[str, str]) -> Stream:
-        """Send a turn, and what was said before it unless the server knows that."""
+        """Send a turn, with all earlier messages unless the server has them."""
         if self._conversation.begun:
             messages = [turn]
         else:
@@ -189,9 +191,9 @@ class ChatSession:
         return self._conversation.stream(messages=messages, sampling_parameters=self._sampling)
 
     def _interrupt(self, stream: Stream) -> None:
-        """Barge in: the server ends the answer and keeps what was said of it; without it the answer is given up."""
+        """Let the server end the answer and keep the text so far. If that fails, cancel the stream."""
         try:
-            # again and again: one that overtakes the turn on its way finds nothing to end
+            # Repeated, because an interrupt that overtakes the turn has no effect
             while not (stream.ended or stream.cancelled):
                 self._conversation.interrupt(timeout=_PATIENCE_S)
                 time.sleep(_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Finds a tritonserver and what it needs to run: a Python backend with a stub, and libraries."""
+"""Finds a tritonserver, its Python backend with a stub, and the libraries that they need."""
 
 import importlib.util
 import os
@@ -18,12 +18,12 @@ VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver that can be started.
+    """An installed tritonserver.
 
     Attributes:
         binary: the executable.
-        backends: directory with the ``python`` backend and its stub.
-        libraries: directories that the dynamic linker needs, searched first.
+        backends: the directory with the ``python`` backend and its stub.
+        libraries: directories that the dynamic linker must search first.
     """
 
     binary: Path
@@ -31,10 +31,10 @@ class Installation:
     libraries: tuple[Path, ...] = ()
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment to start it in; ``inherited`` is the launcher's own."""
-        # Google's platform sets AIP_...; Triton would open another door for it, in front of which nothing stands
+        """The environment for its process. ``inherited`` is the launcher's own environment."""
+        # Google's Vertex AI sets AIP_...; Triton then opens another endpoint, which has no access restrictions
         environment = {name: value for name, value in inherited.items() if not name.startswith("AIP_")}
-        # the stub takes its packages from the first python3 on PATH: the one that kvloom runs in
+        # The stub uses the packages of the first python3 on PATH, which must be the Python that kvloom runs in
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         if self.libraries:
             inherited_path = environment.get("LD_LIBRARY_PATH", "")
@@ -44,19 +44,19 @@ class Installation:
 
 
 def find(binary: Path | None, workdir: Path) -> Installation:
-    """Find a tritonserver: the one given, else one on PATH, else the one in the nvidia-pytriton wheel.
+    """Find a tritonserver: the given one, else one on PATH, else the one in the nvidia-pytriton wheel.
 
     Args:
-        binary: path of a tritonserver, or None to look for one.
-        workdir: where a private backend directory may be built; must live as long as the server.
+        binary: the path of a tritonserver; None to look for one.
+        workdir: a directory for a private backend directory. It must exist as long as the server runs.
 
     Raises:
-        LaunchError: there is none, or it lacks its Python backend or libpython; says what to install.
+        LaunchError: there is none, or its Python backend or libpython is missing. The message says what to install.
     """
     if binary is not None and not (binary.is_file() and os.access(binary, os.X_OK)):
         raise LaunchError(f"tritonserver {binary}: no such executable file")
     found = binary or _on_path() or _in_wheel()
-    # an installation is PREFIX/bin/tritonserver and PREFIX/backends, whatever links lead to it
+    # An installation has PREFIX/bin/tritonserver and PREFIX/backends; `found` may be a link to it
     binary = found.resolve()
     prefix = binary.parent.parent
     if (prefix / "backends" / "python" / STUB).is_file():
@@ -66,7 +66,7 @@ def find(binary: Path | None, workdir: Path) -> Installation:
         return Installation(binary, _private_backends(prefix, workdir), libraries)
     raise LaunchError(
         f"tritonserver {binary} has no Python backend: {prefix / 'backends' / 'python' / STUB} is missing; "
-        "install Triton's Python backend there or name another server with --tritonserver"
+        "install Triton's Python backend there, or give another server with --tritonserver PATH"
     )
 
 
@@ -76,24 +76,24 @@ def _on_path() -> Path | None:
 
 
 def _in_wheel() -> Path:
-    # find_spec, because importing pytriton takes seconds
+    # Found by find_spec, because importing pytriton takes seconds
     spec = importlib.util.find_spec("pytriton")
     for package in (spec.submodule_search_locations or ()) if spec else ():
         binary = Path(package) / "tritonserver" / "bin" / "tritonserver"
         if binary.is_file():
             return binary
     raise LaunchError(
-        "no tritonserver found: none on PATH and none in this Python's packages; "
-        "pip install 'kvloom[tritonserver]' brings one, or name one with --tritonserver PATH"
+        "no tritonserver found, neither on PATH nor in this Python's packages; "
+        "install one with pip install 'kvloom[tritonserver]', or give one with --tritonserver PATH"
     )
 
 
 def _private_backends(prefix: Path, workdir: Path) -> Path:
-    """Lay the wheel's Python backend and the stub of this Python's version side by side, as Triton wants them."""
+    """Link the wheel's Python backend and the stub for this Python version into one directory, as Triton expects."""
     stub = prefix / "python_backend_stubs" / VERSION / STUB
     if not stub.is_file():
         known = ", ".join(sorted(path.name for path in (prefix / "python_backend_stubs").iterdir()))
-        raise LaunchError(f"tritonserver {prefix} has no stub for Python {VERSION}, only for {known}; use one of these")
+        raise LaunchError(f"tritonserver {prefix} has no stub for Python {VERSION}; use a Python of these: {known}")
     backend = workdir / "backends" / "python"
     backend.mkdir(parents=True)
     for file in (prefix / "backends" / "python").iterdir():
@@ -104,22 +104,22 @@ def _private_backends(prefix: Path, workdir: Path) -> Path:
 
 
 def libpython_directory(version: str) -> Path:
-    """The directory of the shared library of this Python, which the stub is linked to.
+    """The directory of this Python's shared library, which the stub is linked to.
 
     Args:
-        version: this Python's, like ``3.11``.
+        version: this Python's version, like ``3.11``.
 
     Raises:
-        LaunchError: it is nowhere; says what to install.
+        LaunchError: the library was not found. The message says what to install.
     """
     name = f"libpython{version}.so.1.0"
-    beside = [Path(sysconfig.get_config_var("LIBDIR")), Path(sys.base_prefix) / "lib"]
-    for directory in beside:
+    places = [Path(sysconfig.get_config_var("LIBDIR")), Path(sys.base_prefix) / "lib"]
+    for directory in places:
         if (directory / name).is_file():
             return directory
     if find_library(f"python{version}") == name:
-        return beside[0]  # the linker finds it without help
+        return places[0]  # the linker finds it by itself
     raise LaunchError(
-        f"{name} not found (looked in {beside[0]}, {beside[1]} and the linker's own paths): Triton's Python backend "
+        f"{name} not found (looked in {places[0]}, {places[1]} and the linker's own paths): Triton's Python backend "
         f"needs it. Install it (Debian and Ubuntu: apt install libpython{version}; pyenv: build with --enable-shared)"
     )
