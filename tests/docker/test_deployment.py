@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from kvloom.serving.metric_families import FAMILIES
 from kvloom_client import Client, HttpClient
 from support.bare_server import bare_server
 from support.in_small_memory import use
-from support.launched import KVLOOM
+from support.launched import KVLOOM, serve
 from support.server import SETTINGS
 from support.tiny_models import make_tiny
 
@@ -198,11 +199,39 @@ def test_tritonserver_serves_the_repository_without_the_launcher(tmp_path):
 
 
 def test_a_host_that_is_not_this_machines_is_refused():
-    for host in ("localhost", "192.0.2.1", "::1"):
-        with pytest.raises(LaunchError, match=f"host '{host}': not an IPv4 address of this machine; 0.0.0.0 is all"):
+    for host in ("localhost", "192.0.2.1", "2001:db8::1", "[::1]"):
+        with pytest.raises(LaunchError, match=f"host '{re.escape(host)}': not an IPv4 or IPv6 address of this machine"):
             Ports(host=host).resolved()
     ports = Ports(1, 2, 3, 4, host="0.0.0.0")
-    assert (ports.address("grpc"), ports.own_host) == ("0.0.0.0:2", "127.0.0.1")
+    assert (ports.address("grpc"), ports.own_address("grpc")) == ("0.0.0.0:2", "127.0.0.1:2")
+    ports = Ports(1, 2, 3, 4, host="::")
+    assert (ports.address("grpc"), ports.own_address("grpc")) == ("[::]:2", "[::1]:2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_k18_a_server_listens_on_ipv6(tmp_path, host):
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    serving = serve("--host", host, settings=SETTINGS | {"model": str(make_tiny(tmp_path / "model"))})
+    try:
+        assert serving.stdout is not None
+        ready = serving.stdout.readline()
+        shown = dict(re.findall(r"(\w+)=(\[[:1]+\]:\d+)", ready))
+        assert shown.keys() == {"http", "grpc", "metrics", "health"}, ready
+        assert all(address.startswith(f"[{host}]:") for address in shown.values())
+        own = {name: address.replace("[::]", "[::1]") for name, address in shown.items()}
+        with Client(own["grpc"]) as client, HttpClient(own["http"]) as http:
+            for endpoint in (client, http):
+                assert endpoint.generate(input_ids=[5], max_tokens=3, ignore_eos=True).num_output_tokens == 3
+        for url in (f"http://{own['health']}/health/ready", f"http://{own['metrics']}/metrics"):
+            with urllib.request.urlopen(url, timeout=30) as response:
+                assert response.status == 200
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(60) == 0
+    finally:
+        serving.kill()
+        serving.communicate()
 
 
 def test_too_little_shared_memory_is_said_at_start(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Faults that users of such servers reported, against the real server: texts and ends of tokens (K05, K10, K11, K14)."""
+"""Faults that users of such servers reported, on the real server: texts and ends of tokens (K05, K10, K11, K14)."""
 
 import json
 from collections.abc import Iterator

@@ -8,9 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvloom.errors import LaunchError
+from kvloom.launcher.ports import family
 
 
 class _Server(ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]):
+        self.address_family = family(host)
+        super().__init__((host, port), handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Show faults, but not broken connections."""
         if not isinstance(sys.exception(), OSError):
@@ -24,7 +29,7 @@ class HealthEndpoint:
         """Start serving.
 
         Args:
-            host: IPv4 address to listen on.
+            host: IPv4 or IPv6 address to listen on.
             port: TCP port to listen on.
             is_ready: called for every request, from any thread.
 
@@ -61,7 +66,7 @@ class HealthEndpoint:
                 """Log nothing: probes come every second."""
 
         try:
-            self._server = _Server((host, port), Handler)
+            self._server = _Server(host, port, Handler)
         except OSError as error:
             raise LaunchError(f"health endpoint: port {port}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True)

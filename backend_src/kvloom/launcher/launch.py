@@ -22,7 +22,7 @@ import psutil
 from kvloom.admin import digests
 from kvloom.errors import LaunchError
 from kvloom.launcher import access, tritonserver
-from kvloom.launcher.ports import Ports
+from kvloom.launcher.ports import Ports, in_brackets
 from kvloom.launcher.processes import SHARED_MEMORY, Guard, alive, kill_group, remove_shared_memory, spawn, stubs_of
 from kvloom.launcher.repository import ModelRepository
 from kvloom.launcher.runfolder import run_folder
@@ -146,17 +146,17 @@ class Server:
     @property
     def grpc_url(self) -> str:
         """``host:port`` of the gRPC endpoint."""
-        return f"{self.ports.own_host}:{self.ports.grpc}"
+        return self.ports.own_address("grpc")
 
     @property
     def http_url(self) -> str:
         """Base URL of the HTTP endpoint."""
-        return f"http://{self.ports.own_host}:{self.ports.http}"
+        return f"http://{self.ports.own_address('http')}"
 
     @property
     def metrics_url(self) -> str:
         """URL of the metrics in Prometheus's text format."""
-        return f"http://{self.ports.own_host}:{self.ports.metrics}/metrics"
+        return f"http://{self.ports.own_address('metrics')}/metrics"
 
     @property
     def ready(self) -> bool:
@@ -206,6 +206,8 @@ class Server:
         return None
 
     def _options(self, models: Path, backends: Path) -> list[str]:
+        # libevent's notation, which Triton passes on
+        http_host = f"ipv6:{self.ports.host}" if ":" in self.ports.host else self.ports.host
         return [
             f"--model-repository={models}",
             *access.options(self._shared_memory),
@@ -213,11 +215,11 @@ class Server:
             "--disable-auto-complete-config",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--http-address={self.ports.host}",
+            f"--http-address={http_host}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={self.ports.host}",
+            f"--grpc-address={in_brackets(self.ports.host)}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={self.ports.host}",
+            f"--metrics-address={http_host}",
             f"--metrics-port={self.ports.metrics}",
             f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
             f"--exit-timeout-secs={self._exit_timeout_s}",

@@ -10,6 +10,8 @@ from kvloom.errors import LaunchError
 
 HOST = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"
+_LOOPBACK = {EVERY_INTERFACE: HOST, "::": "::1"}
+"""The addresses of all interfaces, and the one by which this machine reaches them."""
 
 # Below the kernel's range of ports for outgoing connections
 _CANDIDATES = range(20000, 32000)
@@ -20,7 +22,7 @@ _claims: deque[socket.socket] = deque(maxlen=4 * 16)
 
 @dataclass(frozen=True)
 class Ports:
-    """The port numbers of the endpoints, where 0 means any free port, and their IPv4 address."""
+    """The port numbers of the endpoints, where 0 means any free port, and their IPv4 or IPv6 address."""
 
     http: int = 0
     grpc: int = 0
@@ -36,7 +38,8 @@ class Ports:
         """
         if not _can_bind(self.host):
             raise LaunchError(
-                f"host {self.host!r}: not an IPv4 address of this machine; {EVERY_INTERFACE} is all of them"
+                f"host {self.host!r}: not an IPv4 or IPv6 address of this machine; {EVERY_INTERFACE} is all of IPv4, "
+                "and :: is all"
             )
         chosen: dict[str, int] = {}
         for name, port in self._numbers().items():
@@ -55,21 +58,35 @@ class Ports:
         return Ports(**chosen, host=self.host)
 
     def address(self, name: str) -> str:
-        """``host:port`` of the endpoint ``name``."""
-        return f"{self.host}:{self._numbers()[name]}"
+        """``host:port`` of the endpoint ``name``, with an IPv6 address in brackets."""
+        return f"{in_brackets(self.host)}:{self._numbers()[name]}"
 
     @property
     def own_host(self) -> str:
         """The address for connections from this machine."""
-        return HOST if self.host == EVERY_INTERFACE else self.host
+        return _LOOPBACK.get(self.host, self.host)
+
+    def own_address(self, name: str) -> str:
+        """``host:port`` for connections from this machine to the endpoint ``name``."""
+        return f"{in_brackets(self.own_host)}:{self._numbers()[name]}"
 
     def _numbers(self) -> dict[str, int]:
         return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics, "health": self.health}
 
 
+def in_brackets(host: str) -> str:
+    """An address as it stands in front of a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def family(host: str) -> socket.AddressFamily:
+    """The family of an IPv4 or IPv6 address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _can_bind(host: str) -> bool:
     try:
-        return _is_free(str(ipaddress.IPv4Address(host)), 0)
+        return _is_free(str(ipaddress.ip_address(host)), 0)
     except ValueError:
         return False
 
@@ -91,7 +108,7 @@ def _claim(port: int) -> bool:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
+    with socket.socket(family(host)) as probe:
         # As servers do: a port with only lingering connections of an earlier server is free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
