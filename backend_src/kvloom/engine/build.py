@@ -2,7 +2,6 @@
 
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from kvloom.models.fetch import cache_folder, default_model
 from kvloom.models.weight_conversion import converted_weights
 from kvloom.models.weights import open_model
 from kvloom.ops.native import use_native, use_torch
+from kvloom.paths import path_of
 from kvloom.planning.dtypes import CODECS, DTYPES, activations_name
 from kvloom.planning.memory import give_back_freed
 from kvloom.planning.placement import free_on, with_device
@@ -66,7 +66,7 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
     torch.set_num_threads(settings.step_threads)
     _use_native()
     phase(f"loading the model {settings.model}")
-    files = open_model(default_model() if settings.model == "default" else Path(settings.model))
+    files = open_model(default_model() if settings.model == "default" else path_of(settings.model))
     spec = files.spec
     free = free_on(device)
     plan = plan_memory(spec, settings, free.device, free.host)
@@ -132,6 +132,6 @@ def _journal(folder: str, tokenizer: Tokenizer) -> Journal | None:
     if not folder:
         return None
     try:
-        return Journal(Path(folder), tokenizer.identity)
+        return Journal(path_of(folder), tokenizer.identity)
     except (OSError, sqlite3.Error) as error:
         raise SettingsError(f"setting journal_dir={folder!r}: {error}") from error

@@ -18,9 +18,9 @@ from kvloom.serving.control import read_control
 from kvloom.serving.inputs import outputs_asked_for, prompt_kind, read
 from kvloom.serving.options import read_options
 from kvloom.serving.parameters import forwarded, on_strict_stream, read_parameters
+from kvloom.serving.process import prepare
 from kvloom.serving.self_calls import END, QUEUE_TIMEOUT_US, START, Calls, call, control_call
 from kvloom.serving.sender import ERROR, Sender
-from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.tensors import tensor
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,7 @@ class GenerateModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings and start watching for clients that leave."""
-        logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
-        close_to_others()
+        prepare()
         try:
             self._secret = server_secret(os.getppid())
         except SetupError as error:

@@ -20,6 +20,7 @@ from kvloom.engine.build import BuiltEngine, build_engine
 from kvloom.engine.engine import Engine
 from kvloom.engine.thread import EngineThread
 from kvloom.errors import Internal, RequestError, SetupError
+from kvloom.paths import readable
 from kvloom.request import Sequence
 from kvloom.secret import server_secret
 from kvloom.serving.cancel_watcher import CancelWatcher
@@ -30,10 +31,10 @@ from kvloom.serving.metrics import Metrics
 from kvloom.serving.outbox import Outbox, Senders
 from kvloom.serving.parameters import Parameters, on_strict_stream, read_parameters
 from kvloom.serving.parser import parse, receive
+from kvloom.serving.process import prepare
 from kvloom.serving.responses import encoder
 from kvloom.serving.self_calls import END, START, SelfCalls
 from kvloom.serving.sender import Sender
-from kvloom.serving.shared_memory import close_to_others
 from kvloom.serving.stream import ResponseStream, fail
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,7 @@ class LlmModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the settings, load the model, start the threads."""
-        logging.basicConfig(format="kvloom: %(levelname)s %(name)s: %(message)s")
-        close_to_others()
+        prepare()
         progress.log.setLevel(logging.INFO)
         config, model = json.loads(args["model_config"]), args["model_name"]
         with ExitStack() as on_error:
@@ -63,7 +63,7 @@ class LlmModel:
                 self._engine_thread = EngineThread(lambda: self._build(settings))
             except SetupError as error:
                 log.error("%s", error)
-                raise pb_utils.TritonModelException(str(error)) from error
+                raise pb_utils.TritonModelException(readable(str(error))) from error
             on_error.pop_all()
         self._senders = Senders()
         self._intake = Intake()

@@ -15,6 +15,7 @@ from kvloom.text.chat import Message
 from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.detokenizer import detokenizer_factory
 from kvloom.text.special_tokens import ChatText, SpecialTokens
+from kvloom.text.tokenizer_files import clean_copy
 
 _ANCHORS = ("\n", "0", ".")
 """Texts whose tokens rarely merge with the text that follows."""
@@ -104,8 +105,9 @@ class Tokenizer:
         _read_json(folder / "tokenizer.json")
         eos_ids = _configured_eos_ids(folder)
         try:
-            named = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            with clean_copy(folder) as copy:
+                named = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+                hf = PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
         if not isinstance(named, PreTrainedTokenizerFast):
@@ -291,6 +293,6 @@ def _configured_eos_ids(folder: Path) -> set[int]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
