@@ -1,12 +1,12 @@
 """The server's settings: one frozen object, read once from the `parameters` of llm's config.pbtxt."""
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from kvloom.cores import usable_cores
 from kvloom.errors import SettingsError
 
 SPARE_SLOTS = 1200
@@ -71,7 +71,8 @@ class Settings(BaseModel):
     prefix_cache: bool = True
     """share the blocks of requests that begin with the same tokens"""
     threads: NonNegative = 0
-    """CPU threads of a step; 0 uses all cores that the server may run on"""
+    """CPU threads of a step; 0 uses all cores that the server may run on, but no more than a container's CPU quota pays
+    for: of 1.5 CPUs one"""
     stuck_after_s: NonNegative = 30
     """`kvloom serve` restarts tritonserver if no step has finished for this long; 0 is never"""
     admin_token: str = ""
@@ -111,8 +112,8 @@ class Settings(BaseModel):
 
     @property
     def step_threads(self) -> int:
-        """``threads``, or else the number of cores that this process may run on. A container may limit them."""
-        return self.threads or len(os.sched_getaffinity(0))
+        """``threads``, or else the number of cores that this process may keep busy. A container may limit them."""
+        return self.threads or usable_cores().count
 
     @classmethod
     def names(cls) -> list[str]:

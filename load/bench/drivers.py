@@ -13,6 +13,7 @@ import psutil
 from bench.cases import Run
 from bench.peers import Environment
 from bench.variants import Variant
+from kvloom.cores import usable_cores
 
 LOAD = Path(__file__).parents[1]
 LOG_LINES = 5
@@ -54,7 +55,8 @@ class Driver:
             process_group=0,
         )
         try:
-            loaded = self._ask({"load": {"model": str(variant.model), "options": dict(variant.options)}})
+            options = {**variant.options, "threads": str(usable_cores().count)}
+            loaded = self._ask({"load": {"model": str(variant.model), "options": options}})
         except EngineFailed:
             self.close()
             raise

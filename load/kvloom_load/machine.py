@@ -1,8 +1,9 @@
 """The machine that something was measured on: cloud machines call their CPU no more than "AMD EPYC"."""
 
-import os
 import re
 from pathlib import Path
+
+from kvloom.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """What products of matrices are made of."""
@@ -21,7 +22,7 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo"), caches: Path = Path("/sys/devices
     parts = [
         fields.get("model name", "unknown CPU"),
         f"family {fields['cpu family']} model {fields['model']}" if "cpu family" in fields else "",
-        f"{len(os.sched_getaffinity(0))} cores",
+        f"{usable_cores().count} cores",
         " ".join(flag for flag in FLAGS if flag in flags),
         *sizes,
     ]

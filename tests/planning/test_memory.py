@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.planning.memory import free_memory, size_bytes, size_text
+from support.control_groups import group, lay_out
 
 GIB = 2**30
 MIB = 2**20
@@ -16,13 +17,6 @@ MIB = 2**20
 )
 def test_sizes(text, expected):
     assert size_bytes(text) == expected
-
-
-def group(folder: Path, **files: object) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{text}\n")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -45,19 +39,20 @@ def v1(folder: Path, limit: int, usage: int, cache: int = 0) -> Path:
 
 @pytest.fixture
 def room(tmp_path):
-    """Free memory for a process in control groups below the returned folder."""
+    """The folder for control groups, and the free memory of a process in one of them."""
+    lay_out(tmp_path, "memory")
 
     def free(membership: str) -> int:
-        (tmp_path / "membership").write_text(membership)
-        return free_memory(tmp_path, tmp_path / "membership")
+        (tmp_path / "proc/self/cgroup").write_text(membership)
+        return free_memory(tmp_path)
 
-    return tmp_path, free
+    return tmp_path / "sys/fs/cgroup", free
 
 
 def test_without_control_groups_the_machine_decides(tmp_path):
     import psutil
 
-    free = free_memory(tmp_path / "none", tmp_path / "none")
+    free = free_memory(tmp_path / "none")
     assert abs(free - psutil.virtual_memory().available) < GIB
     assert free_memory() <= free + GIB
 

@@ -1,7 +1,6 @@
 """The memory planner: its arithmetic against numbers worked out here, and its predictions against running engines."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -323,14 +322,3 @@ def test_a_gpus_step_does_not_grow_with_the_length(spec):
     wide = replace(spec, vocab_size=200_000)
     logits = 64 * 200_000 * 4
     assert 2 * logits < gpu_footprint.step_bytes(wide, "bf16", torch.bfloat16, 2, 64, 64, 64) < 10 * logits
-
-
-def test_a_step_has_a_thread_for_each_core_that_it_may_run_on():
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert Settings().step_threads == 1
-        assert Settings(threads=3).step_threads == 3
-    finally:
-        os.sched_setaffinity(0, allowed)
-    assert Settings().step_threads == len(allowed)

@@ -8,6 +8,7 @@ import torch
 from kvloom.config import Settings
 from kvloom.conversation.journal import Journal
 from kvloom.conversation.manager import Triton
+from kvloom.cores import usable_cores
 from kvloom.engine.engine import Engine
 from kvloom.engine.measure import measure_costs
 from kvloom.errors import SettingsError
@@ -64,6 +65,8 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_num_threads(settings.step_threads)
+    why = f"setting threads={settings.threads}" if settings.threads else usable_cores().why
+    phase(f"CPU threads of a step: {settings.step_threads} ({why})")
     _use_native()
     phase(f"loading the model {settings.model}")
     files = open_model(default_model() if settings.model == "default" else path_of(settings.model))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from kvloom.control_groups import V1, own_groups
+
 _UNITS = {"B": 1} | {
     prefix + unit: base ** (power + 1)
     for unit, base in (("B", 1000), ("iB", 1024))
@@ -30,14 +32,13 @@ def size_text(size: float) -> str:
     return f"{size:.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
 
 
-def free_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can still take: the machine's available memory, or less in a limited container.
 
     Args:
-        cgroups: the mount point of the control groups.
-        membership: the file that lists this process's control groups.
+        root: the folder that holds ``proc`` and the mount points of control groups.
     """
-    return min([psutil.virtual_memory().available, *_cgroup_rooms(cgroups, membership)])
+    return min([psutil.virtual_memory().available, *_cgroup_rooms(root)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +55,10 @@ _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inac
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
-def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
+def _cgroup_rooms(root: Path) -> Iterator[int]:
     """Bytes left below every limit of this process: the limits of its control groups and their parents."""
-    if not membership.is_file():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            version, base = _V2, root
-        elif "memory" in controllers.split(","):
-            version, base = _V1, root / "memory"
-        else:
-            continue
-        # In a container the path may be the host's. Then the container's own group is the root of the mount
-        folder = base.joinpath(*(part for part in Path(path).parts if part not in ("/", "..")))
-        for group in (folder, *folder.parents):
-            yield from _rooms(group, version)
-            if group == base:
-                break
+    for version, group in own_groups("memory", root):
+        yield from _rooms(group, _V1 if version == V1 else _V2)
 
 
 def _rooms(group: Path, version: _Version) -> Iterator[int]:

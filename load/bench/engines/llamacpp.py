@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import socket
 import subprocess
 import time
@@ -23,7 +22,7 @@ class LlamaServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        threads = str(len(os.sched_getaffinity(0)))
+        threads = options["threads"]
         command = [str(binary), "-m", model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["-t", threads, "-tb", threads, "-fa", "on"]
         slots = options["slots"]

@@ -21,7 +21,7 @@ class OpenVino:
         scheduler.max_num_seqs = 64
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
-        properties = {"INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)), **options["properties"]}
+        properties = {"INFERENCE_NUM_THREADS": int(options["threads"]), **options["properties"]}
         self.pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self.versions = {name: version(name) for name in ("openvino-genai", "openvino")}
         self.pid = os.getpid()

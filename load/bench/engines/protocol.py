@@ -1,8 +1,9 @@
 """What the benchmark and an engine's driver say to each other: a JSON object per line, over stdin and stdout.
 
 The benchmark sends ``{"load": {"model": path, "options": {...}}}`` once, and then as often as it likes
-``{"run": {"prompts": [[id, ...], ...], "new": n}}``; each gets one answer, ``{"error": text}`` if it failed. The driver
-ends when its stdin does. Only the standard library: drivers run in their peers' environments.
+``{"run": {"prompts": [[id, ...], ...], "new": n}}``; each gets one answer, ``{"error": text}`` if it failed. The option
+``threads`` is the same for all engines. The driver ends when its stdin does. Only the standard library: drivers run in
+their peers' environments.
 """
 
 import json

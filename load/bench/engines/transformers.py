@@ -14,7 +14,7 @@ class Transformers:
     """The model alone."""
 
     def __init__(self, model: str, options: dict[str, Any]):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(int(options["threads"]))
         dtype = getattr(torch, options["dtype"])
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation="sdpa", local_files_only=True

@@ -14,7 +14,7 @@ class Vllm:
     """vLLM's ``LLM``, which keeps its engine in a process of its own."""
 
     def __init__(self, model: str, options: dict[str, Any]):
-        os.environ.update(environment(options["kv_gib"]))
+        os.environ.update(environment(options["kv_gib"], int(options["threads"])))
         # reads the environment
         from vllm import LLM, SamplingParams
 
@@ -52,11 +52,11 @@ def preloads() -> list[str]:
     return [*([tcmalloc] if tcmalloc else []), *([str(openmp)] if openmp.exists() else [])]
 
 
-def environment(kv_gib: int) -> dict[str, str]:
+def environment(kv_gib: int, threads: int) -> dict[str, str]:
     """What vLLM reads from its environment."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         # this version can't read what it kept of an earlier compilation, and would compile at every start
