@@ -232,7 +232,7 @@ def test_the_page_needs_nothing_else(written):
     assert "url(http" not in html
     assert "test &lt;&amp;&gt;" in html
     assert html.count("<svg") == html.count("</svg>") == 14
-    assert html.count("conversations begun") == 6
+    assert html.count("conversations started") == 6
 
 
 LOOK = """
