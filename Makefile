@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .PHONY: setup setup-dev demo serve load bench bench-peers kernel-audit gpu-check tables test test-more test-all lint clean
 
-# what serves; what the tests, the reports and the linters need beside it
+# setup installs the server, setup-dev also the tools for tests, reports and lint
 setup: .venv/.ready
 setup-dev: .venv/.ready-dev
 
@@ -46,20 +46,20 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests come in tiers; see tests/README.md. A file's tests stay in one process, so that they share their servers.
-# One process more than there are cores: servers that start and stop leave them idle.
+# The tiers of tests are described in tests/README.md. The tests of a file run in one process, so that they share their
+# servers. There is one process more than cores, because the start and stop of servers leave cores idle.
 PARALLEL := -n $(shell echo $$(($$(nproc) + 1))) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
-# the first tier: every department, on 2 cores in less than 10 minutes
+# First tier: every department, less than 10 minutes on 2 cores
 test: setup-dev lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not alone and not full"
 
-# the second: what takes long, then what needs the machine for itself; with the first in less than 40 minutes
+# Second tier: long tests, then tests that need the whole machine. Both tiers take less than 40 minutes
 test-more: setup-dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone and not full"
 	$(BIN)/python -m pytest -m "alone and not full"
 
-# both, and the full-length forms
+# Both tiers, and the full-length forms
 test-all: setup-dev lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
 	$(BIN)/python -m pytest -m alone

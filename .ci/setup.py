@@ -1,4 +1,4 @@
-"""Installs kvloom from this clone into .venv, and says what it is doing.
+"""Installs kvloom from this clone into .venv and shows the progress.
 
 Run: python3 .ci/setup.py SIZE EXTRAS
 """
@@ -14,17 +14,17 @@ LOG = FOLDER / "setup.log"
 TAIL_LINES = 20
 LOOK_S = 0.5
 LINE_EVERY_S = 20
-"""Seconds between two signs of life where there is no terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 
 
 def main():
-    """Check this Python, make the environment, install."""
+    """Check this Python, create the environment and install kvloom."""
     size, extras = sys.argv[1:]
     version = sys.version_info[:2]
     if not (3, 11) <= version < (3, 14):
         sys.exit(
-            f"kvloom needs Python 3.11 to 3.13, {sys.executable} is {version[0]}.{version[1]}; "
-            "call make PYTHON=/path/to/python3.11"
+            f"kvloom needs Python 3.11 to 3.13, but {sys.executable} is {version[0]}.{version[1]}; "
+            "run make PYTHON=/path/to/python3.11"
         )
     start = time.monotonic()
     FOLDER.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ def main():
 
 
 def run(*command):
-    """Run a command whose output goes to the log; ends this program with the output's end if it fails."""
+    """Run a command with its output in the log. If it fails, exit with the end of the output."""
     with LOG.open("ab") as log:
         running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
@@ -51,13 +51,13 @@ def run(*command):
 
 
 def follow(running):
-    """Show the last line of the log until the command ends: on a terminal in one line, else now and then."""
+    """Show the last line of the log until the command ends. On a terminal the line is updated in place."""
     start = shown = time.monotonic()
     terminal = sys.stdout.isatty()
     while running.poll() is None:
         time.sleep(LOOK_S)
         now = time.monotonic()
-        # what pip removes to replace it is indented
+        # Skip pip's indented lines about packages that it replaces
         steps = [step for step in said() if not step.startswith(("    ", "  Attempting"))]
         line = f"  {now - start:3.0f} s  {steps[-1].strip() if steps else ''}"
         if terminal:

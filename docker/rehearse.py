@@ -1,8 +1,8 @@
-"""Rehearses the cpu image where there is no Docker: builds it in a chroot, starts it, asks it, stops it.
+"""Tests the cpu image without Docker: builds it in a chroot, starts it, sends a request and stops it.
 
-Follows the Dockerfile's own lines, on a minimal Debian with its Python 3.11 in the place of python:3.11-slim-bookworm.
-The container is a set of namespaces: no network but its own loopback, 64 MiB of shared memory (Docker's default), a
-process tree of its own, user 1000. Needs root, and debootstrap from Debian. Run: python3 docker/rehearse.py FOLDER
+It executes the Dockerfile's lines on a minimal Debian with Debian's Python 3.11 instead of python:3.11-slim-bookworm.
+The container is a set of namespaces: only a loopback network, 64 MiB of shared memory (Docker's default), a separate
+process tree, user 1000. Needs root, and debootstrap from Debian. Run: python3 docker/rehearse.py FOLDER
 """
 
 import argparse
@@ -42,14 +42,14 @@ echo "no shared memory left"
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
-    """The lines of a stage of the Dockerfile, as (instruction, rest)."""
+    """The lines of a stage of the Dockerfile, as pairs (instruction, rest)."""
     lines = re.sub(r"(?m)^\s*#.*\n", "", (SOURCE / "docker" / "Dockerfile").read_text()).replace("\\\n", " ")
     [body] = re.findall(rf"(?ms)^FROM \S+ AS {stage}$(.*?)(?=^FROM|\Z)", lines)
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in body.splitlines() if line.strip()]
 
 
 def copy_context(target: Path) -> None:
-    """What git tracks or would, and .dockerignore lets through."""
+    """Copy the build context: all files that git does not ignore and .dockerignore allows."""
     kept = [line[1:] for line in (SOURCE / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     listing = ["git", "-C", str(SOURCE), "ls-files", "-co", "--exclude-standard", "--", *kept]
     for name in subprocess.run(listing, check=True, capture_output=True, text=True).stdout.splitlines():
@@ -58,14 +58,14 @@ def copy_context(target: Path) -> None:
 
 
 def in_chroot(root: Path, command: str, environment: dict[str, str], workdir: str, user: int = 0) -> None:
-    """Run a shell command there."""
+    """Run a shell command in the chroot."""
     variables = [f"{key}={value}" for key, value in environment.items()]
     full = ["chroot", f"--userspec={user}:{user}", str(root), "/usr/bin/env", "-i", "-C", workdir, *variables]
     subprocess.run([*full, "sh", "-c", command], check=True)
 
 
 def build(root: Path, stage: str, environment: dict[str, str]) -> dict[str, str]:
-    """Carry a stage out; returns what its instructions that run nothing say."""
+    """Execute a stage. Returns its other instructions, such as CMD, by name."""
     said = {"WORKDIR": "/", "USER": "0"}
     for name, rest in instructions(stage):
         print(f"  {name} {rest}", flush=True)
@@ -74,7 +74,7 @@ def build(root: Path, stage: str, environment: dict[str, str]) -> dict[str, str]
         elif name == "COPY" and rest == ". .":
             copy_context(root / said["WORKDIR"].lstrip("/"))
         elif name == "COPY":
-            assert rest == "--from=wheels /wheels /wheels", rest  # there already: both stages are built in one place
+            assert rest == "--from=wheels /wheels /wheels", rest  # already there, because all stages share one root
         elif name == "ENV":
             pairs = dict(pair.split("=", 1) for pair in shlex.split(rest))
             environment.update({key: value.replace("$PATH", environment["PATH"]) for key, value in pairs.items()})
@@ -86,7 +86,7 @@ def build(root: Path, stage: str, environment: dict[str, str]) -> dict[str, str]
 
 
 def carry_pip_configuration(root: Path) -> dict[str, str]:
-    """Let pip in there find packages as it does here."""
+    """Copy this machine's pip and network configuration into the chroot. Returns its environment variables."""
     carried = [Path("/etc/resolv.conf"), Path("/etc/hosts"), Path("/etc/pip.conf")]
     carried += [Path(os.environ[name]) for name in ("PIP_CERT", "PIP_FIND_LINKS") if name in os.environ]
     for path in carried:
@@ -99,15 +99,15 @@ def carry_pip_configuration(root: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Build, start, ask, stop."""
+    """Build the image, start it, send a request and stop it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to build; empty, or left by an earlier run")
+    parser.add_argument("folder", type=Path, help="the folder to build in: empty, or of an earlier run")
     root = parser.parse_args().folder.resolve()
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root"}
     finished = root / ".debian-for-kvloom"
     if not finished.exists():
         if root.exists() and any(root.iterdir()):
-            parser.error(f"{root} is neither empty nor one of mine")
+            parser.error(f"{root} is neither empty nor of an earlier run")
         subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(root)], check=True)
         in_chroot(root, f"apt-get update && apt-get install -y --no-install-recommends {PYTHON}", environment, "/")
         finished.touch()

@@ -1,8 +1,8 @@
 """Locust users that read streamed answers. ``locust -f load/locustfile.py GrpcUser``, or through ``load/run.py``.
 
-Locust's request statistics are of whole answers. Rows beside them carry what matters of a stream: TTFT (to the first
-token that shows), ITL (between two tokens; its request rate is the token rate) and tokens/s (of an answer). Answers
-that failed are failures of Locust's and in none of these figures; those that were cancelled have a row of their own.
+Locust's request statistics count whole answers. Further rows have the figures of streams: TTFT (time to the first
+visible token), ITL (time between two tokens; its request rate is the token rate) and tokens/s (of an answer). Failed
+answers are Locust's failures and are not in these figures. Cancelled answers have a separate row.
 """
 
 import itertools
@@ -27,26 +27,26 @@ from kvloom_load.arrivals import Arrivals
 from kvloom_load.lengths import DEFAULT_FILE, read_kinds
 from kvloom_load.scenarios import SCENARIOS, Ask, Chat, requests, turn
 
-# before the first channel: gRPC then waits in threads of gevent's pool instead of blocking every user
+# Before the first channel: gRPC then waits in threads of gevent's pool instead of blocking every user
 grpc.experimental.gevent.init_gevent()
 
-# a line for every request
+# It logs a line for every request
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 LEFT = 0.2
-"""Share of the conversations that users leave without an end, as people do. The server has to clean them up."""
+"""Share of the conversations that users do not end, as people do. The server has to clean them up."""
 
 END_TIMEOUT_S = 5.0
-"""Seconds that the end of a conversation may take when a user goes."""
+"""Timeout in seconds for ending a conversation when a user stops."""
 
 AFTER_FAILURE_S = 0.5
 """Seconds that a user waits after a failed answer."""
 
 PING_TIMEOUT_S = 1.0
-"""Seconds that the users wait for a server's first sign: one that gives none is asked all the same."""
+"""Timeout in seconds for the first ping. If it fails, users send their requests anyway."""
 
 CYCLE_S = 60
-"""Length of a scenario in a test without end."""
+"""Length of a scenario in a test without a time limit."""
 
 
 @events.init_command_line_parser.add_listener
@@ -54,11 +54,11 @@ def _options(parser: Any) -> None:
     group = parser.add_argument_group("kvloom")
     group.add_argument("--scenario", choices=list(SCENARIOS), default="steady", help="What the users do.")
     group.add_argument("--lengths", default=str(DEFAULT_FILE), help="JSON file of prompt and answer lengths.")
-    group.add_argument("--answer-timeout", type=float, default=60.0, help="Seconds an answer may take.")
+    group.add_argument("--answer-timeout", type=float, default=60.0, help="Maximum seconds of an answer.")
     group.add_argument("--turns", type=int, default=4, help="Turns of a conversation.")
     group.add_argument("--thinking", type=float, default=0.0, help="Mean seconds between the turns of a conversation.")
-    group.add_argument("--seed", type=int, default=0, help="The same seed asks the same questions.")
-    group.add_argument("--answers-file", default="", help="Write every answer's times there, as JSON.")
+    group.add_argument("--seed", type=int, default=0, help="The same seed gives the same requests.")
+    group.add_argument("--answers-file", default="", help="Write every answer's times to this JSON file.")
 
 
 class Record:
@@ -68,7 +68,7 @@ class Record:
         self.clear()
 
     def clear(self) -> None:
-        """A test begins."""
+        """Start a new record when a test begins."""
         self.begin = time.monotonic()
         self.answers: list[Arrivals] = []
 
@@ -90,32 +90,32 @@ def _write(environment: Any, **_: Any) -> None:
 
 @cache
 def grpc_client(address: str) -> Client:
-    """One connection for all users: with one for each, they would need as many of gevent's few threads."""
+    """The client of all users. One connection each would need as many of gevent's few threads."""
     client = Client(address)
-    # connecting, and all that gRPC does once, takes 40 ms; not in the time of the first answers
-    with suppress(KvloomClientError):  # if something is wrong, the answers will say so
+    # Connecting takes 40 ms, which must not count in the time of the first answers
+    with suppress(KvloomClientError):  # if something is wrong, the answers will fail
         client.control("ping", timeout=PING_TIMEOUT_S)
     return client
 
 
 @cache
 def http_client(address: str) -> HttpClient:
-    """One client; each request has a connection of its own."""
-    # gevent starts what looks addresses up with the first one; not in the time of the first answer
-    with suppress(OSError):  # likewise
+    """The client of all users. Each request has a separate connection."""
+    # gevent's first address lookup is slow and must not count in the time of the first answer
+    with suppress(OSError):  # if something is wrong, the answers will fail
         socket.getaddrinfo(address.rpartition(":")[0], None)
     return HttpClient(address)
 
 
 class StreamUser(User):
-    """Asks, reads the answer as it comes, and asks again at once."""
+    """Sends a request, reads the answer as it comes, and sends the next request at once."""
 
     abstract = True
     numbers = itertools.count()
     connecting = threading.Lock()
 
     def on_start(self) -> None:
-        """Prepare this user's own questions."""
+        """Prepare this user's requests."""
         options = self.environment.parsed_options
         self.options = options
         self.rng = random.Random(f"{options.seed} {next(self.numbers)}")
@@ -125,31 +125,31 @@ class StreamUser(User):
             self.client = self.connect()
 
     def connect(self) -> Client | HttpClient:
-        """The client to ask with."""
+        """The client for this user's requests."""
         raise NotImplementedError
 
     @task
     def act(self) -> None:
-        """What a user does again and again."""
+        """The task that Locust repeats."""
         self.ask()
 
     def ask(self) -> None:
-        """One question and its answer."""
+        """Send one request and read its answer."""
         self.read(next(self.asks))
 
     def read(self, ask: Ask, begin: Callable[..., Stream] | None = None, turn: int = 0) -> str | None:
-        """Ask and read the answer.
+        """Send a request and read its answer.
 
         Args:
-            ask: the question.
-            begin: begins the stream; the client's own way if it is None.
-            turn: which turn of a conversation this is, from 1.
+            ask: the request.
+            begin: begins the stream; None for the client's ``stream``.
+            turn: the number of the turn in its conversation, from 1.
 
         Returns:
             The answer's text; None if it failed.
         """
         arrivals = Arrivals(time.monotonic(), outcome="cut", turn=turn)
-        if self.options.answers_file:  # a test without end would fill the memory
+        if self.options.answers_file:  # otherwise a test without a time limit would fill the memory
             record.answers.append(arrivals)
         texts: list[str] = []
         try:
@@ -163,12 +163,12 @@ class StreamUser(User):
         except KvloomClientError as error:
             arrivals.outcome = "failed"
             arrivals.lost = isinstance(error, NotFound)
-            # no time: how long it took to fail says nothing about answers
+            # No time, because the time of a failure is not the time of an answer
             self._fire(response_time=None, response_length=arrivals.tokens, exception=error)
         finally:
             arrivals.end = time.monotonic()
         if arrivals.outcome == "failed":
-            # a server that refuses at once is not to be stormed
+            # Do not flood a server that refuses at once
             time.sleep(AFTER_FAILURE_S)
             return None
         if stream.cancelled:
@@ -189,14 +189,14 @@ class StreamUser(User):
         if arrivals.ttft is not None:
             self._log("TTFT", [arrivals.ttft])
         self._log("ITL", arrivals.gaps)
-        # no time, though the column says milliseconds
+        # This is not a time, although the column says milliseconds
         self._log("tokens/s", [arrivals.tokens / arrivals.seconds / 1000])
 
     def _fire(self, **figures: Any) -> None:
         self.environment.events.request.fire(request_type="answer", name=self.options.scenario, context={}, **figures)
 
     def _log(self, kind: str, seconds: list[float]) -> None:
-        """Into a row of its own, past Locust's aggregate: that one is of answers."""
+        """Log values into a separate row, outside of Locust's aggregate, which counts answers."""
         entry = self.environment.stats.entries[self.options.scenario, kind]
         for value in seconds:
             entry.log(value * 1000, 0)
@@ -224,13 +224,13 @@ class SseUser(StreamUser):
 
 
 class ChatUser(GrpcUser):
-    """Chats in some turns over gRPC. Each turn sends everything that was said before."""
+    """Chats in turns over gRPC. Each turn sends all earlier messages."""
 
     chat: Chat | None = None
     turn = 0
 
     def ask(self) -> None:
-        """One turn. A new chat begins after the last turn, and after one that failed."""
+        """Send one turn. A new chat begins after the last turn and after a failed turn."""
         if self.chat is None:
             self.chat, self.turn = Chat(self.kinds["turn"], self.rng), 0
         self.turn += 1
@@ -243,13 +243,13 @@ class ChatUser(GrpcUser):
 
 
 class ConversationUser(GrpcUser):
-    """Holds conversations in some turns over gRPC. The server keeps their cache; each turn sends only what is new."""
+    """Holds conversations over gRPC. The server keeps their KV cache, and each turn sends only the new message."""
 
     talk: Conversation | None = None
     turn = 0
 
     def ask(self) -> None:
-        """One turn. A new conversation begins after the last turn, and after one that failed."""
+        """Send one turn. A new conversation begins after the last turn and after a failed turn."""
         if self.talk is None:
             self.talk, self.turn = self.client.conversation(), 0
         self.turn += 1
@@ -262,19 +262,19 @@ class ConversationUser(GrpcUser):
             self.think()
 
     def on_stop(self) -> None:
-        """End the conversation that is under way."""
+        """End the current conversation."""
         if self.talk is not None:
-            with suppress(KvloomClientError):  # the answers have told what is wrong with the server
+            with suppress(KvloomClientError):  # if something is wrong, the answers have failed
                 self.talk.end(timeout=END_TIMEOUT_S)
 
 
 class Load(LoadTestShape):
-    """The scenario's share of ``--users``, over and over where there is no ``--run-time``."""
+    """Applies the scenario's share of ``--users`` over the time. Repeats it if there is no ``--run-time``."""
 
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        """How many users there are now, and how fast they come and go."""
+        """The current number of users, and how many per second start or stop."""
         assert self.runner is not None
         options = self.runner.environment.parsed_options
         if options.run_time and self.get_run_time() >= options.run_time:

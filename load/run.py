@@ -1,7 +1,7 @@
 """Load tests and their batching report.
 
-``run`` tests one server with rising numbers of users, ``compare`` does the same with two configurations. Both start the
-servers themselves, on free ports, and write build/reports/NAME.json and NAME.html, with Locust's own pages beside them.
+``run`` tests one server with increasing numbers of users. ``compare`` tests several configurations. Both start their
+servers on free ports and write build/reports/NAME.json and NAME.html, and Locust's own pages in the same folder.
 """
 
 import subprocess
@@ -30,19 +30,19 @@ from kvloom_load.scenarios import SCENARIOS, ScenarioName
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Users = Annotated[str, typer.Option("--users", help="Numbers of users, tested one after the other.", metavar="N,N,...")]
-Seconds = Annotated[int, typer.Option(min=2, help="Length of the test of each number of users.")]
+Seconds = Annotated[int, typer.Option(min=2, help="Seconds of the test with each number of users.")]
 LengthsFile = Annotated[
     Path,
     typer.Option(help="JSON file of prompt and answer lengths.", metavar="FILE", exists=True, dir_okay=False),
 ]
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="A server setting.", metavar="KEY=VALUE")]
-Ttft = Annotated[float, typer.Option(min=0, help="Target for the first token of a good answer.")]
-Itl = Annotated[float, typer.Option(min=0, help="Target for the mean time between its tokens.")]
-Timeout = Annotated[int, typer.Option(min=1, help="Seconds an answer may take.")]
-Turns = Annotated[int, typer.Option(min=1, help="Turns of a conversation, for users who talk.")]
-Thinking = Annotated[float, typer.Option("--thinking-s", min=0, help="Mean seconds between its turns.")]
+Ttft = Annotated[float, typer.Option(min=0, help="Maximum time to first token of a good answer.")]
+Itl = Annotated[float, typer.Option(min=0, help="Maximum mean time between tokens of a good answer.")]
+Timeout = Annotated[int, typer.Option(min=1, help="Maximum seconds of an answer.")]
+Turns = Annotated[int, typer.Option(min=1, help="Turns of a chat or a conversation.")]
+Thinking = Annotated[float, typer.Option("--thinking-s", min=0, help="Mean seconds between turns.")]
 Name = Annotated[str | None, typer.Option(help="Name of the report.", show_default="load-SCENARIO-USER")]
-Folder = Annotated[Path, typer.Option(help="Where the report goes.", metavar="DIR", file_okay=False)]
+Folder = Annotated[Path, typer.Option(help="Folder of the report.", metavar="DIR", file_okay=False)]
 
 REPORTS = Path("build/reports")
 
@@ -51,8 +51,8 @@ REPORTS = Path("build/reports")
 def run(
     users: Users = "1,4,16",
     seconds: Seconds = 20,
-    user: Annotated[UserName, typer.Option(help="Who asks.")] = "GrpcUser",
-    scenario: Annotated[ScenarioName, typer.Option(help="What they do.")] = "steady",
+    user: Annotated[UserName, typer.Option(help="Class of the users.")] = "GrpcUser",
+    scenario: Annotated[ScenarioName, typer.Option(help="Scenario of the test.")] = "steady",
     lengths: LengthsFile = DEFAULT_FILE,
     assignments: Assignments = None,
     ttft_ms: Ttft = Target.ttft_ms,
@@ -72,7 +72,7 @@ def run(
 
 @app.command()
 def compare(
-    what: Annotated[ComparisonName, typer.Argument(help="What differs.", metavar="WHAT")],
+    what: Annotated[ComparisonName, typer.Argument(help="The comparison.", metavar="WHAT")],
     users: Users = "1,8,32",
     seconds: Seconds = 20,
     lengths: LengthsFile = DEFAULT_FILE,
@@ -84,7 +84,7 @@ def compare(
     thinking_s: Thinking = LoadPlan.thinking_s,
     folder: Folder = REPORTS,
 ) -> None:
-    """Test two configurations of the server, one after the other, and show them side by side."""
+    """Test several configurations of the server, one after the other, and compare them in one report."""
     comparison = COMPARISONS[what]
     plan = _plan(comparison, seconds, lengths, answer_timeout, turns, thinking_s)
     _test(f"load-{what}", comparison, users, plan, assignments, Target(ttft_ms, itl_ms), folder)
@@ -153,10 +153,10 @@ def _test(
 
 
 def _check(comparison: Comparison, lengths: Path, settings: dict[str, str]) -> None:
-    """Refuse what can't be tested before anything is started.
+    """Check the arguments before a server is started.
 
     Raises:
-        typer.BadParameter: the lengths are not those of all requests, or a setting is one of those to compare.
+        typer.BadParameter: a kind of lengths is missing, or a setting is one that the comparison sets.
         KvloomError: a server would refuse its settings or its model.
     """
     try:
@@ -166,21 +166,21 @@ def _check(comparison: Comparison, lengths: Path, settings: dict[str, str]) -> N
     mix = [name for name, _ in SCENARIOS[comparison.scenario].mix]
     for kind in ["turn"] if comparison.user in TALK else mix:
         if kind not in kinds:
-            raise typer.BadParameter(f"{lengths}: there is no kind {kind!r}", param_hint="'--lengths'")
+            raise typer.BadParameter(f"{lengths}: the kind {kind!r} is missing", param_hint="'--lengths'")
     for configuration in comparison.configurations:
         for key in configuration.settings.keys() & settings:
-            raise typer.BadParameter(f"{key} is what is compared", param_hint="'--set'")
+            raise typer.BadParameter(f"{key} is set by the comparison", param_hint="'--set'")
         ModelRepository({**settings, **configuration.settings})
 
 
 def main() -> None:
-    """Run the command; what goes wrong for a known reason becomes a message and exit code 1."""
+    """Run the command. Known errors become a message and exit code 1."""
     try:
         app()
     except (KvloomError, KvloomClientError) as error:
         sys.exit(f"load: {error}")
     except subprocess.CalledProcessError as error:
-        sys.exit(f"load: Locust failed with exit code {error.returncode}; what it says is above")
+        sys.exit(f"load: Locust failed with exit code {error.returncode}; see its output above")
 
 
 if __name__ == "__main__":

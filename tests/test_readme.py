@@ -38,7 +38,7 @@ REHEARSED = "docker/rehearse.py::build"
 IMAGES = "tests/docker/test_deployment.py::test_images_and_compose_call_serve_as_it_is"
 LOCUST = "tests/load/test_load.py::test_h38_grpc_times_are_of_tokens_and_failed_answers_are_in_no_figure"
 BENCH = "tests/load/test_bench.py::test_quick_benchmark_of_kvloom_with_an_absent_peer"
-LOAD = "tests/load/test_load_report.py::test_every_user_in_every_scenario"
+LOAD = "tests/load/test_load_runs.py::test_every_user_in_every_scenario"
 
 COVERED_BY = {
     "make demo": "tests/test_readme.py::test_make_demo",
@@ -73,7 +73,7 @@ COVERED_BY = {
     "make load": LOAD,
     ".venv/bin/python load/run.py run --scenario burst --user SseUser --users 8 --seconds 60": LOAD,
     ".venv/bin/python load/run.py run --users 1,2,4,8,16,32,64 --seconds 15 --name smollm2 --folder load/results": LOAD,
-    ".venv/bin/python load/run.py compare max_running": "tests/load/test_load_report.py::test_every_comparison",
+    ".venv/bin/python load/run.py compare max_running": "tests/load/test_load_runs.py::test_every_comparison",
     ".venv/bin/locust -f load/locustfile.py GrpcUser --host 127.0.0.1:8001 --web-host 127.0.0.1": LOCUST,
     ".venv/bin/locust -f load/locustfile.py GrpcUser --host 127.0.0.1:8001 --headless --users 4 --run-time 20s": LOCUST,
     ".venv/bin/locust -f load/locustfile.py SseUser --host http://127.0.0.1:8000 --headless --users 4 --run-time 20s": (

@@ -28,8 +28,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: str = "default"
-    """`default` (SmolLM2-135M-Instruct, fetched once), a Hugging Face folder (config.json, safetensors, tokenizer.json)
-    or a GGUF file; Llama architecture"""
+    """`default` (SmolLM2-135M-Instruct, downloaded once), a Hugging Face folder (config.json, safetensors,
+    tokenizer.json) or a GGUF file; Llama architecture"""
     device: str = "auto"
     """`cpu`, or a GPU like `cuda:0`; `auto` is `cuda:0` if torch finds a GPU. A missing GPU is an error, never replaced
     by the CPU"""
@@ -39,40 +39,41 @@ class Settings(BaseModel):
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of the cache, `fp32` or `bf16`; `auto` follows the activations"""
     kv_memory: str = "auto"
-    """size of the block pool, like `512MiB` or `60%` of the free memory; `auto` takes what weights, a step and
-    `swap_memory` leave free"""
+    """size of the block pool, like `512MiB` or `60%` of the free memory; `auto` takes the memory that weights, a step
+    and `swap_memory` leave free"""
     kv_blocks: NonNegative = 0
     """number of blocks in the pool; overrides `kv_memory`; 0 is off"""
     swap_memory: str = "512MiB"
     """host memory for the blocks of preempted sequences, like `512MiB`; with 0 they are recomputed"""
     retain_memory: str = "0"
-    """the most memory of the pool that `kv.retain_s` may retain, like `64MiB`; 0 refuses `retain_s`"""
+    """maximum memory of the pool that `kv.retain_s` may retain, like `64MiB`; 0 refuses `retain_s`"""
     block_size: Positive = 32
     """tokens per block, a power of two"""
     context_length: NonNegative = 0
-    """longest sequence in tokens; 0 is the model's own"""
+    """maximum length of a sequence in tokens; 0 takes the model's"""
     max_batch_tokens: Positive = 512
-    """tokens per step: long prompts are computed in chunks beside running answers"""
+    """maximum tokens per step; longer prompts are computed in chunks, together with running answers"""
     max_running: Positive = 64
-    """most sequences in a step; each takes one of `max_batch_tokens`"""
+    """maximum sequences per step; each takes at least one of `max_batch_tokens`"""
     max_queue: Positive = 1024
-    """most waiting requests, beside those that can start at once; further requests are refused"""
+    """maximum waiting requests, not counting those that can start at once; further requests are refused"""
     queue_timeout_ms: NonNegative = 0
-    """longest wait for the first step; 0 is no limit"""
+    """maximum wait for the first step; 0 is no limit"""
     max_conversations: Positive = 1024
-    """most conversations that are kept; beyond it the least recently used idle one is dropped"""
+    """maximum number of conversations; a further one drops the least recently used idle one"""
     conversation_idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600
-    """a conversation is dropped after it was idle this long; 0 is never"""
+    """a conversation is dropped after this many idle seconds; 0 is never"""
     journal_dir: str = ""
-    """folder where the tokens and messages of conversations are saved for a restart; `kvloom serve` makes its own"""
+    """folder where the tokens and messages of conversations are saved for a restart; `kvloom serve` uses a temporary
+    one"""
     chat_special_tokens: bool = False
-    """`true` makes special tokens of what spells them in `messages`, so that a user's text can end a turn and begin
-    another"""
+    """`true` turns text in `messages` that spells special tokens into special tokens, so that a user's text can end a
+    turn and begin another"""
     prefix_cache: bool = True
-    """share the blocks of requests that begin with the same tokens"""
+    """requests that begin with the same tokens share blocks"""
     threads: NonNegative = 0
-    """CPU threads of a step; 0 uses all cores that the server may run on, but no more than a container's CPU quota pays
-    for: of 1.5 CPUs one"""
+    """CPU threads of a step; 0 uses all cores that the server may use, but no more than a container's CPU quota allows:
+    one for a quota of 1.5"""
     stuck_after_s: NonNegative = 30
     """`kvloom serve` restarts tritonserver if no step has finished for this long; 0 is never"""
     admin_token: str = ""

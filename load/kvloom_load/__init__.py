@@ -1,1 +1,1 @@
-"""Load tests of a kvloom server with Locust, and what they say about its batching."""
+"""Load tests of a kvloom server with Locust, and the batching report of their results."""

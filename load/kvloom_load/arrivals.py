@@ -1,4 +1,4 @@
-"""When the tokens of one answer came."""
+"""The arrival times of the tokens of one answer."""
 
 from dataclasses import dataclass, field
 
@@ -7,22 +7,22 @@ from kvloom_client import Chunk
 
 @dataclass
 class Arrivals:
-    """Times of an answer's tokens as a reader sees them, in seconds of one clock.
+    """The times of an answer's tokens as a reader sees them, in seconds of one clock.
 
-    A chunk without text (a role, a mark, half a character) shows nobody anything: its tokens count as come with the
-    next text. The time between the chunks of two tokens and more is shared by them.
+    A reader does not see a chunk without text (a role, an end mark, half a character). Its tokens are counted with the
+    next text. If a chunk has several tokens, the time since the previous chunk is divided among them.
 
     Attributes:
         begin: when the request was sent.
-        end: when the answer was over.
+        end: when the answer ended.
         times: when each chunk with text came.
-        counts: how many tokens came with it.
-        unseen: tokens that came since, without text.
+        counts: how many tokens came with each of these chunks.
+        unseen: tokens that have come since then without text.
         outcome: ``ok``, ``cancelled`` by the user, ``failed``, or ``cut`` by the end of the test.
-        turn: which turn of a conversation the answer belongs to, from 1; 0 for a question without a conversation.
-        prompt_tokens: tokens of the prompt with the conversation's history, where the server told them.
-        cached_tokens: how many of them it did not compute anew.
-        lost: the server did not have the conversation any more.
+        turn: the number of the turn in its conversation, from 1; 0 for a question without a conversation.
+        prompt_tokens: tokens of the prompt including the conversation's history, if the server reports them.
+        cached_tokens: how many of them the server did not compute again.
+        lost: whether the server had lost the conversation.
     """
 
     begin: float
@@ -37,25 +37,25 @@ class Arrivals:
     lost: bool = False
 
     def add(self, chunk: Chunk, now: float) -> None:
-        """Note a chunk."""
+        """Record a chunk."""
         self.unseen += chunk.num_output_tokens
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage["prompt_tokens"]
             self.cached_tokens = chunk.usage["cached_tokens"]
         if chunk.text:
             self.times.append(now)
-            # a server that does not count its tokens sends one at a time
+            # A server that does not report token counts sends one token at a time
             self.counts.append(max(1, self.unseen))
             self.unseen = 0
 
     @property
     def tokens(self) -> int:
-        """How many tokens came."""
+        """Number of tokens."""
         return sum(self.counts) + self.unseen
 
     @property
     def seconds(self) -> float:
-        """From the request to the end."""
+        """Seconds from the request to the end."""
         return self.end - self.begin
 
     @property

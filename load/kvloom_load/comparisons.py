@@ -1,4 +1,4 @@
-"""Configurations of a server that are worth comparing, and how to start one."""
+"""The configurations of the server that `compare` compares, and how to start a server with one."""
 
 import shutil
 import tempfile
@@ -21,13 +21,13 @@ ComparisonName = Literal["max_running", "prefix_cache", "batcher_delay", "conver
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run the server.
+    """A configuration of the server.
 
     Attributes:
-        name: for the report.
+        name: its name in the report.
         settings: kvloom's settings that differ from their defaults.
-        batcher_delay_us: how long Triton's dynamic batcher of `generate` holds a request back to find it company.
-        user: who asks, where it is not the comparison's user.
+        batcher_delay_us: how long Triton's dynamic batcher of `generate` delays a request to form a larger batch.
+        user: the class of users; None for the comparison's.
     """
 
     name: str = "default"
@@ -38,7 +38,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Configurations, and the load that shows how they differ."""
+    """Configurations, and the load that shows their difference."""
 
     configurations: tuple[Configuration, ...]
     scenario: ScenarioName = "steady"
@@ -79,7 +79,7 @@ COMPARISONS: dict[ComparisonName, Comparison] = {
 
 @contextmanager
 def serve(configuration: Configuration, settings: Mapping[str, str]) -> Iterator[Server]:
-    """A server of that configuration on free ports, stopped on leaving. ``settings`` are for every configuration."""
+    """Run a server with this configuration on free ports. ``settings`` are those of all configurations."""
     with tempfile.TemporaryDirectory(prefix="kvloom-load-") as folder:
         source = SOURCE
         if configuration.batcher_delay_us:

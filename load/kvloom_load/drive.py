@@ -1,4 +1,4 @@
-"""Runs Locust against a server and watches the server meanwhile."""
+"""Runs Locust against a server and records the server's metrics at the same time."""
 
 import json
 import subprocess
@@ -20,22 +20,22 @@ MODELS = ("llm", "generate")
 UserName = Literal["GrpcUser", "SseUser", "ChatUser", "ConversationUser"]
 USERS: tuple[UserName, ...] = get_args(UserName)
 TALK: tuple[UserName, ...] = ("ChatUser", "ConversationUser")
-"""The users who talk in turns. Their requests are of the kind ``turn``."""
+"""The users whose requests are turns of conversations. Their kind of lengths is ``turn``."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What Locust is to do.
+    """The parameters of a load test.
 
     Attributes:
-        user: class of the users, one of USERS.
-        scenario: name in scenarios.SCENARIOS.
-        seconds: how long users begin new questions.
-        lengths: file of prompt and answer lengths.
-        answer_timeout: seconds an answer may take.
-        stop_timeout: seconds that running answers get at the end; those that take longer are cut.
-        seed: the same seed asks the same questions.
-        turns: how many turns a conversation has.
+        user: the class of the users, one of USERS.
+        scenario: a name in scenarios.SCENARIOS.
+        seconds: how long users start new requests.
+        lengths: the file of prompt and answer lengths.
+        answer_timeout: maximum seconds that an answer may take.
+        stop_timeout: seconds that running answers get at the end. Longer ones are cut.
+        seed: the same seed gives the same requests.
+        turns: number of turns of a conversation.
         thinking_s: mean seconds that a user in a conversation waits before the next turn.
     """
 
@@ -52,12 +52,12 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the users of one test saw.
+    """The results that the users of one test measured.
 
     Attributes:
-        begin: when it began, of time.monotonic.
-        answers: every answer, as its user saw it.
-        statistics: Locust's own, one for every row, as its ``--json-file`` has them.
+        begin: when the test began (``time.monotonic()``).
+        answers: the arrival times of every answer.
+        statistics: Locust's own statistics, one entry per row, from its ``--json-file``.
     """
 
     begin: float
@@ -67,13 +67,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """One test: what users saw and what the server counted.
+    """The results of one test, measured by users and by the server.
 
     Attributes:
-        users: how many users there were.
-        seconds: how long they began new questions.
-        seen: what they saw.
-        watch: the server's metrics through the test.
+        users: number of users.
+        seconds: how long they started new requests.
+        seen: the users' results.
+        watch: the server's metrics during the test.
         triton: Triton's statistics of each model, over the test.
     """
 
@@ -85,20 +85,20 @@ class Run:
 
     @property
     def whole(self) -> Metrics:
-        """The engine's metrics over the test with its last answers."""
+        """The engine's metrics over the whole test, including its last answers."""
         return self.watch.seen[-1][1].since(self.watch.seen[0][1])
 
     @property
     def full(self) -> Metrics:
-        """The engine's metrics over the time in which all users asked."""
+        """The engine's metrics over the time in which users started new requests."""
         return self.watch.between(self.seen.begin, self.seen.begin + self.seconds)
 
 
 def run_locust(address: str, plan: LoadPlan, users: int, html: Path | None = None) -> Seen:
-    """Let ``users`` users ask the server at ``address``. ``html``: where Locust's own report goes.
+    """Run a test with ``users`` users against the server at ``address``. ``html`` is the file for Locust's own report.
 
     Raises:
-        subprocess.CalledProcessError: Locust itself failed; answers that fail are part of the result.
+        subprocess.CalledProcessError: Locust itself failed. Failed answers are part of the result instead.
     """
     with tempfile.TemporaryDirectory(prefix="kvloom-load-") as folder:
         answers, statistics = Path(folder, "answers.json"), Path(folder, "statistics.json")
@@ -125,10 +125,10 @@ def run_locust(address: str, plan: LoadPlan, users: int, html: Path | None = Non
 
 
 def drive(server: Server, plan: LoadPlan, users: int, html: Path | None = None) -> Run:
-    """Let ``users`` users do what the plan says, and watch the server, whose prefix cache is empty at first.
+    """Flush the prefix cache, then run a test with ``users`` users and record the server's metrics.
 
     Raises:
-        subprocess.CalledProcessError: as ``run_locust``.
+        subprocess.CalledProcessError: see ``run_locust``.
     """
     with Client(server.grpc_url) as client:
         client.control("flush", timeout=plan.answer_timeout)

@@ -1,4 +1,4 @@
-"""From a test to the figures of its report."""
+"""Computes the figures of the report from the results of a test."""
 
 import itertools
 import statistics
@@ -16,13 +16,13 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Target:
-    """When an answer was good enough: its first token came soon and the others followed fast, on average."""
+    """The latency target of a good answer: maximum TTFT and maximum mean ITL."""
 
     ttft_ms: float = 2000.0
     itl_ms: float = 200.0
 
     def met_by(self, answer: Arrivals) -> bool:
-        """Whether a complete answer was good enough."""
+        """Whether a complete answer met the target."""
         if answer.ttft is None:
             return False
         gaps = answer.gaps
@@ -47,7 +47,7 @@ def row(run: Run, configuration: str, target: Target) -> dict[str, Any]:
         "ttft_ms": summary(answer.ttft for answer in complete if answer.ttft is not None),
         "itl_ms": summary(gap for answer in complete for gap in answer.gaps),
         "e2e_ms": summary(answer.seconds for answer in complete),
-        # of the answers whose fate is known; a cancelled one is the user's choice
+        # A share of the answers with a known outcome; cancelled ones do not count
         "good_answers": round(len(good) / max(1, len(complete) + outcomes["failed"]), 4),
         "goodput_per_s": round(sum(answer.end <= end for answer in good) / run.seconds, 3),
         "engine": {
@@ -76,7 +76,7 @@ def row(run: Run, configuration: str, target: Target) -> dict[str, Any]:
 
 
 def add_efficiency(rows: Iterable[dict[str, Any]]) -> None:
-    """Set ``efficiency``: tokens per second over users times those of one user, where that was measured."""
+    """Set ``efficiency``: tokens/s of N users over N times those of one user, if one user was measured."""
     rows = list(rows)
     alone = {row["configuration"]: row["tokens_per_s"] for row in rows if row["users"] == 1}
     for row in rows:
@@ -85,7 +85,7 @@ def add_efficiency(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def tokens_in(answers: Iterable[Arrivals], begin: float, end: float) -> Iterable[int]:
-    """How many tokens came with each chunk from ``begin`` to ``end``; those of failed answers helped nobody."""
+    """How many tokens came with each chunk from ``begin`` to ``end``, without those of failed answers."""
     for answer in answers:
         if answer.outcome != "failed":
             for moment, count in zip(answer.times, answer.counts, strict=True):
@@ -94,7 +94,7 @@ def tokens_in(answers: Iterable[Arrivals], begin: float, end: float) -> Iterable
 
 
 def summary(seconds: Iterable[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
+    """Mean and percentiles in milliseconds; None if there are no values."""
     values = sorted(seconds)
     if not values:
         return None
@@ -104,7 +104,7 @@ def summary(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def turns(answers: Iterable[Arrivals]) -> list[dict[str, Any]]:
-    """The complete answers of conversations by turn: TTFT, and the means of what was to know and what was computed."""
+    """For each turn, over complete answers: TTFT, and the means of all prompt tokens and of the computed ones."""
     by_turn: dict[int, list[Arrivals]] = {}
     for answer in answers:
         if answer.turn and answer.outcome == "ok":
@@ -124,7 +124,7 @@ def turns(answers: Iterable[Arrivals]) -> list[dict[str, Any]]:
 
 
 def timeline(run: Run) -> dict[str, list[float]]:
-    """Second by second: tokens that came; running and waiting requests when the engine was last looked at."""
+    """For each second: tokens that came, and running and waiting requests in the engine's nearest metrics."""
     bins = range(run.seconds)
     looks = [min(run.watch.seen, key=lambda look: abs(look[0] - (run.seen.begin + second + 0.5)))[1] for second in bins]
     return {
@@ -135,9 +135,9 @@ def timeline(run: Run) -> dict[str, list[float]]:
 
 
 def latencies(run: Run) -> dict[str, list[dict[str, float] | None]]:
-    """Second by second: summaries of the first tokens that came in it, and of the gaps that ended in it.
+    """For each second: summaries of the TTFTs and of the times between tokens that ended in it.
 
-    Of complete answers, as everywhere; None for a second in which nothing came.
+    Only complete answers count. None for a second in which nothing came.
     """
     ttft: list[list[float]] = [[] for _ in range(run.seconds)]
     itl: list[list[float]] = [[] for _ in range(run.seconds)]
@@ -176,7 +176,7 @@ def _locust(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _buckets(metrics: Metrics, histogram: str) -> list[list[float | None]]:
-    # None stands for infinity, which JSON does not have
+    # None means infinity, which JSON does not have
     return [[bound if bound < float("inf") else None, count] for bound, count in metrics.buckets(histogram)]
 
 

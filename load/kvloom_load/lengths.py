@@ -1,4 +1,4 @@
-"""How long prompts and answers are: distributions in a JSON file."""
+"""Distributions of the lengths of prompts and answers, from a JSON file."""
 
 import json
 import random
@@ -11,34 +11,34 @@ DEFAULT_FILE = Path(__file__).with_name("lengths.json")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens and how often each occurs.
+    """A distribution of lengths.
 
     Attributes:
-        tokens: the lengths there are.
-        weights: how often each is drawn, relative to the others.
+        tokens: the possible lengths in tokens.
+        weights: the relative probability of each.
     """
 
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw a length."""
         return rng.choices(self.tokens, self.weights)[0]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: how long its prompts and its answers are."""
+    """A kind of requests: the lengths of its prompts and answers."""
 
     prompt: Lengths
     output: Lengths
 
 
 def read_kinds(file: Path) -> Mapping[str, Kind]:
-    """The kinds of requests in a file: name to ``{"prompt": {"tokens": [...], "weights": [...]}, "output": ...}``.
+    """Read kinds from a file: ``{NAME: {"prompt": {"tokens": [...], "weights": [...]}, "output": {...}}, ...}``.
 
     Raises:
-        ValueError: the file says something else.
+        ValueError: the file does not have this form.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

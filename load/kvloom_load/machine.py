@@ -1,4 +1,4 @@
-"""The machine that something was measured on: cloud machines call their CPU no more than "AMD EPYC"."""
+"""Describes the machine of a measurement in detail, because cloud machines call their CPU just "AMD EPYC"."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from kvloom.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-"""What products of matrices are made of."""
+"""The instruction sets for matrix products."""
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo"), caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:
-    """Name, family and model, number of usable cores, vector instructions and sizes of the caches."""
+    """The CPU's name, family and model, number of usable cores, vector instructions and cache sizes."""
     first = cpuinfo.read_text().split("\n\n")[0]
     fields: dict[str, str] = dict(re.findall(r"^(.+?)\s*:\s*(.*)$", first, re.MULTILINE))
     flags = fields.get("flags", fields.get("Features", "")).split()

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-# text stays text: small, searchable, in the reader's own font
+# Text stays text: small, searchable, in the reader's font
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvloom", "font.size": 9, "axes.grid": True})
 
 from matplotlib import colormaps  # noqa: E402
@@ -17,12 +17,12 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter  # noqa: E402
 
 Row = dict[str, Any]
 Buckets = list[tuple[float | None, float]]
-"""Upper bound, or None without one, and how many values lie below it."""
+"""Pairs of an upper bound, None for infinity, and the number of values in the bucket."""
 WIDTH = 6.0
 
 
 def over_users(rows: Sequence[Row], title: str, unit: str, lines: dict[str, Callable[[Row], float | None]]) -> str:
-    """Figures over the number of users; a colour for each configuration, a style for each of ``lines``."""
+    """Plot figures over the number of users, with a colour for each configuration and a style for each of ``lines``."""
     figure, axes = _figure(3.0)
     highest = 0.0
     for number, configuration in enumerate(_configurations(rows)):
@@ -46,7 +46,7 @@ def over_users(rows: Sequence[Row], title: str, unit: str, lines: dict[str, Call
 
 
 def shares(rows: Sequence[Row], title: str, unit: str, buckets_of: Callable[[Row], Buckets]) -> str:
-    """A bar for each test, divided by how often each range of values occurred."""
+    """Plot a bar for each test, divided by the share of each range of values."""
     counted = [dict(buckets_of(row)) for row in rows]
     bounds = sorted({bound for buckets in counted for bound in buckets}, key=lambda bound: bound or float("inf"))
     figure, axes = _figure(max(1.2 + 0.28 * len(rows), 0.6 + 0.2 * len(bounds)))
@@ -65,7 +65,7 @@ def shares(rows: Sequence[Row], title: str, unit: str, buckets_of: Callable[[Row
 
 
 def timeline(row: Row) -> str:
-    """Tokens per second and requests in the engine through one test."""
+    """Plot tokens per second and requests in the engine over the time of one test."""
     figure, axes = _figure(2.6)
     seconds = range(1, len(row["timeline"]["tokens_per_s"]) + 1)
     axes.step(seconds, row["timeline"]["tokens_per_s"], "C0", where="mid", label="tokens/s")
@@ -82,7 +82,7 @@ def timeline(row: Row) -> str:
 
 
 def turns(rows: Sequence[Row]) -> str:
-    """TTFT and computed tokens over the turns of conversations, of tests with the same number of users."""
+    """Plot TTFT and computed tokens over the turns of conversations, for tests with the same number of users."""
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     first, second = figure.subplots(1, 2)
     for number, row in enumerate(rows):
@@ -102,7 +102,7 @@ def turns(rows: Sequence[Row]) -> str:
 
 
 def latencies(row: Row) -> str:
-    """Percentiles of the times to the first token and between tokens through one test."""
+    """Plot percentiles of TTFT and ITL over the time of one test."""
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     for axes, (key, name) in zip(
         figure.subplots(1, 2), (("ttft_ms", "time to first token"), ("itl_ms", "time between tokens")), strict=True
@@ -134,7 +134,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure) -> str:
-    """An <svg> element to put into a page."""
+    """The figure as an <svg> element for a page."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None})
     text = written.getvalue()

@@ -1,4 +1,4 @@
-"""Says while a load test runs how far it is."""
+"""Prints the progress of a load test."""
 
 import sys
 import time
@@ -7,17 +7,17 @@ from typing import Any
 from kvloom_load.drive import LoadPlan
 
 SERVER_S = 14
-"""About what it takes to start a server of the default model and to stop it."""
+"""Approximate seconds to start and stop a server with the default model."""
 
 POINT_S = 8
-"""About what a point takes beside the time in which users begin questions: Locust's start, the last answers."""
+"""Approximate seconds of a point besides the time in which users start requests: Locust's start, the last answers."""
 
 
 class Progress:
-    """A line on stderr at the beginning and after each point: one number of users on one configuration."""
+    """Prints a line on stderr at the beginning and after each point. A point is one number of users on one server."""
 
     def __init__(self, plan: LoadPlan, counts: list[int], configurations: int):
-        """The test begins; say how long it will take."""
+        """Print how long the test will take."""
         self._points = len(counts) * configurations
         self._finished = 0
         self._began = time.monotonic()
@@ -25,11 +25,11 @@ class Progress:
         servers = f"{configurations} server{'s' if configurations > 1 else ''}"
         _say(
             f"{plan.scenario}, {plan.user}: {servers}, {', '.join(map(_users, counts))}, {plan.seconds} s each: about "
-            f"{_time(expected)}; more where the last answers take long (up to {plan.stop_timeout} s each time)"
+            f"{_time(expected)}; slow last answers take up to {plan.stop_timeout} s more each time"
         )
 
     def finished(self, row: dict[str, Any]) -> None:
-        """A point of these figures is finished."""
+        """Print the figures of a finished point."""
         self._finished += 1
         passed = time.monotonic() - self._began
         ttft = "no answer" if row["ttft_ms"] is None else f"TTFT {row['ttft_ms']['p50']:.0f} ms"

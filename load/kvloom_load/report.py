@@ -1,4 +1,4 @@
-"""The batching report: figures as JSON, the same as one HTML page, and a table for the terminal."""
+"""Writes the batching report as JSON and as an HTML page, and prints its main figures."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def write(folder: Path, name: str, meta: dict[str, Any], rows: list[Row]) -> Path:
-    """Write NAME.json and NAME.html; returns the page's path."""
+    """Write NAME.json and NAME.html. Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1), encoding="utf-8")
     page = folder / f"{name}.html"
@@ -28,7 +28,7 @@ def write(folder: Path, name: str, meta: dict[str, Any], rows: list[Row]) -> Pat
 
 
 def html(meta: dict[str, Any], rows: list[Row]) -> str:
-    """The page: all in one file, without scripts and without anything from elsewhere."""
+    """The page in one file, without scripts and external resources."""
     most = max(row["users"] for row in rows)
     talking = [row for row in rows if row["users"] == most and row["turns"]]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
@@ -49,7 +49,7 @@ def html(meta: dict[str, Any], rows: list[Row]) -> str:
 
 
 def show(rows: list[Row]) -> None:
-    """Print the main figures."""
+    """Print a table of the main figures."""
     table = Table("configuration", "users", "tokens/s", "efficiency", "TTFT p50 / p95", "ITL p50 / p95")
     for title in ("queue", "seqs/step", "prefix hits", "preempted", "good", "failed"):
         table.add_column(title)
@@ -70,7 +70,7 @@ def show(rows: list[Row]) -> None:
             str(row["failed"]),
         )
     console = Console()
-    # into a file or a pipe, lines may be long
+    # In a file or a pipe, lines may be long
     (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
 
 
@@ -113,7 +113,7 @@ def _plots(rows: list[Row], meta: dict[str, Any]) -> dict[str, str]:
 
 
 def _means(row: Row) -> list[tuple[str, float | None, float | None]]:
-    """Name, users' mean and engine's mean of what both measure."""
+    """For each figure that both measure: its name, the users' mean and the engine's mean."""
     return [
         (name, (row[key] or {}).get("mean"), row["engine"][key])
         for name, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("e2e", "e2e_ms"))

@@ -1,4 +1,4 @@
-"""What the users of a load test do: how many there are at which time, and what they ask for."""
+"""The scenarios of load tests: how many users there are at which time, and their requests."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ WORDS = (  # noqa: SIM905 as a list it would be a line for each word
     " would other into has more her two like him see time could no make than first been its who now people my made"
     " over did down only way find use may water long little very after words called just where most know"
 ).split()
-"""What prompts are made of: each is one token of the usual vocabularies."""
+"""The words of prompts. Each is one token in the usual vocabularies."""
 
 ScenarioName = Literal["steady", "ramp", "burst", "shared_prefix", "long_short", "cancel_storm"]
 
@@ -24,11 +24,11 @@ class Scenario:
     """A load test.
 
     Attributes:
-        about: what it shows, in a few words.
-        load: share of the users that is there in each of the run's equal parts.
-        mix: kinds of requests in the file of lengths, and how often each occurs.
-        shared_tokens: length of the beginning that all prompts have in common.
-        cancelled: share of the requests that are cancelled somewhere in mid-answer.
+        about: a short description.
+        load: the share of the users that are active in each of the run's equal parts.
+        mix: kinds of requests in the file of lengths, and the relative frequency of each.
+        shared_tokens: length of the common prefix of all prompts, in tokens.
+        cancelled: share of the requests that are cancelled during their answer.
     """
 
     about: str
@@ -38,7 +38,7 @@ class Scenario:
     cancelled: float = 0.0
 
     def users_at(self, share: float, users: int) -> int:
-        """How many of ``users`` are there when that share of the run is over."""
+        """How many of ``users`` are active after this share of the run."""
         part = min(int(share * len(self.load)), len(self.load) - 1)
         return max(1, round(self.load[part] * users))
 
@@ -48,8 +48,8 @@ SCENARIOS: dict[ScenarioName, Scenario] = {
     "ramp": Scenario("more users in every eighth of the run", load=tuple(part / 8 for part in range(1, 9))),
     "burst": Scenario("few users, and twice suddenly all of them", load=(0.125, 1.0, 0.125, 1.0, 0.125)),
     "shared_prefix": Scenario("prompts that begin with the same 256 tokens", shared_tokens=256),
-    "long_short": Scenario("a long prompt among four short ones", mix=(("chat", 4.0), ("long", 1.0))),
-    "cancel_storm": Scenario("every second answer is cancelled on its way", cancelled=0.5),
+    "long_short": Scenario("one long prompt for every four short ones", mix=(("chat", 4.0), ("long", 1.0))),
+    "cancel_storm": Scenario("users cancel every second answer before it ends", cancelled=0.5),
 }
 
 
@@ -58,8 +58,8 @@ class Ask:
     """One request of a user.
 
     Attributes:
-        request: what is asked for.
-        cancel_after: tokens after which the user cancels the answer; None waits for its end.
+        request: the arguments of the request.
+        cancel_after: number of tokens after which the user cancels the answer; None to wait for its end.
     """
 
     request: RequestArguments
@@ -67,7 +67,7 @@ class Ask:
 
 
 def requests(scenario: Scenario, kinds: Mapping[str, Kind], rng: random.Random) -> Iterator[Ask]:
-    """The requests of one user, without end. Answers have exactly the length that was drawn."""
+    """The endless requests of one user. Answers have exactly the length that was drawn."""
     prefix = random.Random("shared").choices(WORDS, k=scenario.shared_tokens)
     names, weights = zip(*scenario.mix, strict=True)
     while True:
@@ -82,7 +82,7 @@ def requests(scenario: Scenario, kinds: Mapping[str, Kind], rng: random.Random) 
 
 
 class Chat:
-    """A chat in which every turn sends everything that was said before."""
+    """A chat in which every turn sends all earlier messages."""
 
     def __init__(self, kind: Kind, rng: random.Random):
         self._kind = kind
@@ -90,18 +90,18 @@ class Chat:
         self._messages: list[Mapping[str, str]] = []
 
     def turn(self) -> Ask:
-        """The user says something."""
+        """The user's next turn."""
         ask = turn(self._kind, self._rng, self._messages)
         self._messages = list(ask.request["messages"] or ())
         return ask
 
     def answered(self, text: str) -> None:
-        """The model has said something."""
+        """Add the model's answer."""
         self._messages.append({"role": "assistant", "content": text})
 
 
 def turn(kind: Kind, rng: random.Random, before: Sequence[Mapping[str, str]] = ()) -> Ask:
-    """A user's next message, after those that were said ``before``."""
+    """A request with a user's next message after the messages ``before``."""
     words = " ".join(rng.choices(WORDS, k=kind.prompt.draw(rng)))
     return Ask(
         RequestArguments(

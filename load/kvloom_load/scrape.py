@@ -1,4 +1,4 @@
-"""What the server says about itself: its Prometheus metrics and Triton's statistics of its models."""
+"""Reads the server's Prometheus metrics and Triton's statistics of its models."""
 
 import json
 import threading
@@ -11,28 +11,28 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 PERIOD_S = 0.5
-"""Seconds between two looks at the metrics; the engine refreshes them every 0.2 s."""
+"""Seconds between two reads of the metrics. The engine updates them every 0.2 s."""
 
 TIMEOUT_S = 10
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
-"""Name and labels of one line of the metrics."""
+"""The name and labels of one line of the metrics."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """kvloom's metrics at one moment, or what changed between two."""
+    """kvloom's metrics at one time, or the difference between two times."""
 
     values: Mapping[Sample, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, url: str) -> "Metrics":
-        """Ask the server."""
+        """Read the metrics from the server."""
         return cls.parse(_get(url))
 
     @classmethod
     def parse(cls, text: str) -> "Metrics":
-        """Read Prometheus' text format."""
+        """Parse Prometheus's text format."""
         return cls(
             {
                 (sample.name, frozenset(sample.labels.items())): sample.value
@@ -43,20 +43,20 @@ class Metrics:
         )
 
     def since(self, before: "Metrics") -> "Metrics":
-        """What counters and histograms counted in between."""
+        """The increase of counters and histograms since ``before``."""
         return Metrics({sample: value - before.values.get(sample, 0.0) for sample, value in self.values.items()})
 
     def value(self, name: str, **labels: str) -> float:
-        """One value; 0 where the server does not have it."""
+        """One value; 0 if the server does not have it."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
     def mean(self, histogram: str) -> float | None:
-        """Mean of what a histogram counted; None if it counted nothing."""
+        """The mean of a histogram's values; None if it has none."""
         count = self.value(f"{histogram}_count")
         return self.value(f"{histogram}_sum") / count if count else None
 
     def buckets(self, histogram: str) -> list[tuple[float, float]]:
-        """A histogram's buckets that are not empty: upper bound (inclusive) and how many values lie in it."""
+        """A histogram's buckets that are not empty, as pairs of upper bound (inclusive) and number of values."""
         bounds = sorted(
             (float(dict(labels)["le"]), value)
             for (name, labels), value in self.values.items()
@@ -67,10 +67,10 @@ class Metrics:
 
 
 class Watch:
-    """Reads the metrics again and again, in a thread, until it is left.
+    """A context manager that reads the metrics periodically in a thread.
 
     Attributes:
-        seen: time (of time.monotonic) and metrics, in order.
+        seen: pairs of time (``time.monotonic()``) and metrics, in order.
     """
 
     def __init__(self, url: str):
@@ -92,7 +92,7 @@ class Watch:
         self._look()
 
     def between(self, begin: float, end: float) -> Metrics:
-        """What was counted from one moment to another, as near as it was looked at."""
+        """The increase of the metrics between the reads that are nearest to these two times."""
 
         def at(moment: float) -> Metrics:
             return min(self.seen, key=lambda look: abs(look[0] - moment))[1]
@@ -101,14 +101,14 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
-            # a server that does not answer in time leaves a hole
+            # If the server does not answer in time, this read is left out
             try:
                 self._look()
             except OSError:
                 continue
 
     def _settle(self) -> None:
-        """Wait until what the engine did last is in its metrics."""
+        """Wait until the metrics contain the engine's last work."""
         time.sleep(PERIOD_S)
 
     def _look(self) -> None:
@@ -120,10 +120,10 @@ class TritonStats:
     """Triton's own statistics of one model.
 
     Attributes:
-        batches: size of a batch to how often Triton handed one to the model's execute(). How many sequences compute
-            together is the engine's business, and in its metrics.
-        requests: how many requests were handed over.
-        queue_s: seconds that they waited for that, all together.
+        batches: for each batch size, how often Triton passed such a batch to the model's execute(). The engine forms
+            different batches, which are in its metrics.
+        requests: number of requests.
+        queue_s: total seconds that they waited in Triton's queue.
     """
 
     batches: Mapping[int, int]
@@ -132,14 +132,14 @@ class TritonStats:
 
     @classmethod
     def read(cls, http_url: str, model: str) -> "TritonStats":
-        """Ask Triton's statistics endpoint."""
+        """Read a model's statistics from Triton."""
         stats: dict[str, Any] = json.loads(_get(f"{http_url}/v2/models/{model}/stats"))["model_stats"][0]
         batches = {int(batch["batch_size"]): int(batch["compute_infer"]["count"]) for batch in stats["batch_stats"]}
         queue = stats["inference_stats"]["queue"]
         return cls(batches, int(queue["count"]), int(queue["ns"]) / 1e9)
 
     def since(self, before: "TritonStats") -> "TritonStats":
-        """What came in between."""
+        """The increase since ``before``."""
         batches = {size: count - before.batches.get(size, 0) for size, count in sorted(self.batches.items())}
         return TritonStats(
             {size: count for size, count in batches.items() if count},
@@ -149,7 +149,7 @@ class TritonStats:
 
 
 def _get(url: str) -> str:
-    # addresses are meant as they are: no proxy from the environment
+    # No proxy from the environment
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=TIMEOUT_S) as response:
         text: str = response.read().decode()

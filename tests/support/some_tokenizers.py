@@ -1,7 +1,7 @@
 """Tokenizers for tests: the default model's, and small ones trained here, as folders and as GGUF metadata."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
+from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer as KvloomTokenizer
 
 GREEDY: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())
@@ -32,6 +33,9 @@ TRICKY = [
     "$5^2 <= ~x|y` == +7",
     "\x00 and \u200b",
 ]
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""The settings that name the special tokens of ``sentencepiece`` in a tokenizer_config.json."""
 
 _CORPUS = [*TRICKY, "the answer is that there is a cache and the cache is where the things are kept"] * 3
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -114,6 +118,25 @@ def sentencepiece_metadata() -> dict[str, Any]:
         "tokenizer.ggml.scores": list(scores.values()),
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
     }
+
+
+@cache
+def sentencepiece_tokenizer() -> KvloomTokenizer:
+    return KvloomTokenizer.from_gguf(sentencepiece_metadata())
+
+
+@cache
+def sentencepiece_tokenizer_without_prefix() -> KvloomTokenizer:
+    return KvloomTokenizer.from_gguf(sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
+
+
+def deltas(
+    tokenizer: KvloomTokenizer, ids: Iterable[int], stop: Sequence[str] = (), include_stop: bool = False
+) -> tuple[list[str], bool]:
+    """The text that each token of an answer adds, then the text at the end; and whether a stop string was found."""
+    stream = TextStream(tokenizer, tuple(stop), include_stop)
+    found = [stream.push(token_id) for token_id in ids]
+    return [*found, stream.flush()], stream.stopped
 
 
 def whole_decode(backend: Tokenizer, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Triton looks for this class in this file; it lives in the kvloom package."""
+"""The class that Triton looks for in this file. It is implemented in the kvloom package."""
 
 from kvloom.serving.generate import GenerateModel as TritonPythonModel
 
