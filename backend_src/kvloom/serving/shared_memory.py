@@ -12,7 +12,8 @@ def close_to_others(maps: Path = Path("/proc/self/maps")) -> None:
     Args:
         maps: the list of the process's memory mappings, see ``proc_pid_maps(5)``.
     """
-    regions = {line.split(maxsplit=5)[-1] for line in maps.read_text("utf-8", "surrogateescape").splitlines() if FOLDER in line}
+    lines = maps.read_text("utf-8", "surrogateescape").splitlines()
+    regions = {line.split(maxsplit=5)[-1] for line in lines if FOLDER in line}
     for region in regions:
         if region.startswith(FOLDER) and os.path.exists(region) and os.stat(region).st_uid == os.geteuid():
             os.chmod(region, 0o600)
