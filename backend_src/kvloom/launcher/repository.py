@@ -10,6 +10,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from kvloom.config import Settings
 from kvloom.errors import LaunchError, ModelError, SettingsError
+from kvloom.paths import not_permitted
 
 
 def _source() -> Path:
@@ -91,7 +92,11 @@ def _resolve_model(model: str) -> Path:
 
         return default_model().absolute()
     path = Path(model).expanduser().absolute()
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except PermissionError as error:
+        raise not_permitted(error) from error
+    if not exists:
         raise ModelError(
             f"model {model!r}: {path} does not exist; give a Hugging Face folder, a GGUF file or 'default'"
         )

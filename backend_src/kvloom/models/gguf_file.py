@@ -34,6 +34,7 @@ class GgufFile:
 
     Raises:
         ModelError: the file is broken or not supported. The message does not name the path.
+        PermissionError: it can't be read.
     """
 
     kind: Literal["gguf"] = "gguf"
@@ -143,6 +144,8 @@ def _read(path: Path) -> _Reader:
         if version not in (2, 3):
             raise ModelError(f"GGUF version {version} is not supported, only 2 and 3 (little endian); {_ADVICE}")
         return _Reader(path)
+    except PermissionError:
+        raise
     except OSError as error:
         raise ModelError(f"can't be read: {error.strerror}") from error
     # The library raises these if the file ends too early or contains invalid values

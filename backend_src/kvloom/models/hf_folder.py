@@ -32,6 +32,7 @@ class HfFolder:
 
     Raises:
         ModelError: a file is missing, broken or not supported. The message does not name the folder.
+        PermissionError: a file can't be read.
     """
 
     kind: Literal["hf"] = "hf"
@@ -101,6 +102,8 @@ def _json(file: Path) -> dict[str, Any]:
         raise ModelError(
             f"{file.name} is missing; --model takes a GGUF file or a Hugging Face folder (config.json, safetensors)"
         ) from error
+    except PermissionError:
+        raise
     except OSError as error:
         raise ModelError(f"{file.name} can't be read: {error.strerror}") from error
     except ValueError as error:
@@ -112,7 +115,11 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _open(file: Path) -> Any:
     try:
+        # The library's error for a file that may not be read is an OSError like that for a missing one
+        file.open("rb").close()
         return safe_open(file, framework="pt")
+    except PermissionError:
+        raise
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.name} is missing, truncated or corrupt ({error}); {_ADVICE}") from error
 

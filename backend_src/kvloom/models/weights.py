@@ -13,6 +13,7 @@ from kvloom.models.gguf_file import GgufFile
 from kvloom.models.hf_folder import HfFolder
 from kvloom.models.spec import ModelSpec, tensor_shapes
 from kvloom.ops.linear_groups import GroupedWeight
+from kvloom.paths import not_permitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+    except PermissionError as error:
+        raise not_permitted(error) from error
 
 
 def _check(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:

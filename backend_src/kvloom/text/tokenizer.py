@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.errors import InvalidArgument, ModelError
+from kvloom.paths import not_permitted
 from kvloom.text import gguf_tokenizer
 from kvloom.text.chat import Message
 from kvloom.text.chat_template import ChatTemplate
@@ -108,6 +109,8 @@ class Tokenizer:
             with clean_copy(folder) as copy:
                 named = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
                 hf = PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True)
+        except PermissionError as error:
+            raise not_permitted(error) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
         if not isinstance(named, PreTrainedTokenizerFast):
@@ -294,5 +297,7 @@ def _configured_eos_ids(folder: Path) -> set[int]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
+    except PermissionError as error:
+        raise not_permitted(error) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
