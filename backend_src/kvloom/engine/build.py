@@ -1,7 +1,7 @@
 """Builds an engine from the settings."""
 
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,7 +80,8 @@ def build_engine(settings: Settings, triton: Triton | None = None, *, record: bo
         tokenizer = Tokenizer.from_folder(files.path, settings.chat_special_tokens)
 
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
-    decoder = Decoder(spec, converted_weights(files, plan.weights_dtype, dtype, tokenizer, device), dtype, device)
+    weights = converted_weights(files, plan.weights_dtype, dtype, tokenizer, device)
+    decoder = Decoder(replace(spec, context_length=plan.context_length), weights, dtype, device)
     storage = Storage(codec, geometry, plan.blocks, device)
     host_storage = Storage(codec, geometry, plan.swap_blocks, torch.device("cpu"), pinned=on_gpu)
     phase("warming up: measuring what computing and copying cost")

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from kvloom.kv.codec import LayerCache
-from kvloom.models.spec import ModelSpec, rope_inv_freq
+from kvloom.models.spec import ModelSpec, rotary_table
 from kvloom.ops.attention import paged_attention
 from kvloom.ops.kv_write import rope_kv_write
 from kvloom.ops.linear import (
@@ -117,7 +117,7 @@ class Decoder:
     The residual stream is always fp32. That costs little and keeps bf16 results close to fp32.
 
     Args:
-        spec: the model's shape.
+        spec: the model's shape; its context_length is how long sequences may get.
         tensors: weights by canonical name, plain ones in ``dtype``. Every weight is taken out, so that none is in
             memory twice.
         dtype: dtype of activations.
@@ -131,9 +131,7 @@ class Decoder:
         self._layers = [_Layer(tensors, f"layers.{i}", dtype, device, allocate) for i in range(spec.n_layers)]
         self._norm = plain(tensors.pop("norm.weight")).to(device, dtype)
         assert not len(tensors), "some weights were not used by any layer"
-        # fp32 angles as in the training code: more exact angles would change the results at large positions
-        angles = torch.outer(torch.arange(spec.context_length, dtype=torch.float32), rope_inv_freq(spec))
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
+        self._cos_sin = rotary_table(spec).to(device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> torch.Tensor:
         """Run the batch, write its keys and values to the cache, return fp32 logits [R, vocab] of its logit rows."""

@@ -28,6 +28,9 @@ class Llama3Scaling:
     original_context_length: int
 
 
+_ROWS = 8192
+"""Positions for which ``rotary_table`` computes angles at once."""
+
 RopeScaling = LinearScaling | Llama3Scaling | tuple[float, ...]
 """A rule, or one divisor per frequency [head_dim / 2]. GGUF files store Llama 3.1's rule as divisors."""
 
@@ -106,6 +109,19 @@ def rope_inv_freq(spec: ModelSpec) -> torch.Tensor:
     if isinstance(scaling, LinearScaling):
         return inv_freq / scaling.factor
     return _llama3(inv_freq, scaling)
+
+
+def rotary_table(spec: ModelSpec) -> torch.Tensor:
+    """Cosines and sines of every position's angles, fp32 [context_length, head_dim]: first the cosines."""
+    inv_freq = rope_inv_freq(spec)
+    table = torch.empty(spec.context_length, spec.head_dim)
+    # In parts, because a long context's angles, cosines and sines would take more memory than the table
+    for begin in range(0, spec.context_length, _ROWS):
+        # fp32 angles as in the training code: more exact angles would change the results at large positions
+        positions = torch.arange(begin, min(begin + _ROWS, spec.context_length), dtype=torch.float32)
+        angles = torch.outer(positions, inv_freq)
+        table[begin : begin + _ROWS] = torch.cat((angles.cos(), angles.sin()), -1)
+    return table
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

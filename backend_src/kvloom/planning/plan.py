@@ -1,7 +1,7 @@
 """Plans memory: the sizes of weights, cache and a step's tensors, and how many sequences fit."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvloom.config import Settings
 from kvloom.errors import SettingsError
@@ -99,6 +99,8 @@ def plan_memory(spec: ModelSpec, settings: Settings, free: int, host_free: int |
     context = settings.context_length or spec.context_length
     if context > spec.context_length:
         raise SettingsError(f"setting context_length={context}: the model was made for {spec.context_length} tokens")
+    # No position beyond it is ever computed
+    spec = replace(spec, context_length=context)
     dtype, codec = DTYPES[activations_name(settings)], CODECS[cache_name(settings)]
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, settings.block_size)
     block_bytes = codec.block_bytes(geometry)
