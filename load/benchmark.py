@@ -1,8 +1,8 @@
 """Benchmark against other engines.
 
-``run`` measures kvloom, in-process and behind its doors, and those peers that are set up, and writes
-build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile`` says where the time of a step goes.
-``figures`` writes the main ones into load/results/figures.md.
+``run`` measures kvloom, in-process and behind its endpoints, and all peers that are set up, and writes
+build/reports/bench.json, .md and .svg. ``peers`` sets the peers up. ``profile`` measures the parts of a step.
+``figures`` writes the main figures into load/results/figures.md.
 """
 
 import json
@@ -41,28 +41,28 @@ RESULTS = Path(__file__).parent / "results"
 
 PROFILE_REPEATS = 20
 
-Folder = Annotated[Path, typer.Option(help="Where the results go.", metavar="DIR")]
+Folder = Annotated[Path, typer.Option(help="Folder of the results.", metavar="DIR")]
 
 
 @app.command()
 def run(
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Engines whose name is this, or begins so; may be repeated.", metavar="NAME"),
+        typer.Option(help="Only engines with this name or prefix. May be repeated.", metavar="NAME"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each case is run; figures are medians.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is run. Figures are medians.")] = 3,
     quick: Annotated[
-        bool, typer.Option(help="A few tokens in each case: shows that it works; the figures mean nothing.")
+        bool, typer.Option(help="A few tokens in each case, to check that everything works. Ignore the figures.")
     ] = False,
     memory: Annotated[
         float | None,
         typer.Option(
-            help="Memory for engines: as many as fit are loaded together. Else most of what is available.",
+            help="Memory for engines. As many as fit are loaded together. Default: most of the available memory.",
             metavar="GIB",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with a benchmark that was cut.")] = False,
-    name: Annotated[str, typer.Option(help="Of the files.")] = "bench",
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted benchmark.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the files.")] = "bench",
     folder: Folder = REPORTS,
 ) -> None:
     """Measure and write the results."""
@@ -74,7 +74,7 @@ def run(
         "rounds": rounds,
         "cpu": cpu(),
         "code": code_version(),
-        # all of them: others may be chosen when it goes on
+        # All variants, because other ones may be chosen with --resume
         "variants": list(map(about, variants())),
     }
     progress = Console(stderr=True)
@@ -116,9 +116,9 @@ def run(
 
 @app.command()
 def figures(
-    folder: Annotated[Path, typer.Option(help="Where bench.json and profile.json are.", metavar="DIR")] = RESULTS,
+    folder: Annotated[Path, typer.Option(help="Folder of bench.json and profile.json.", metavar="DIR")] = RESULTS,
 ) -> None:
-    """Write the main figures into figures.md beside the results."""
+    """Write the main figures into figures.md in the same folder."""
     try:
         text = main_figures(folder)
     except ResultsError as error:
@@ -130,9 +130,9 @@ def figures(
 
 @app.command()
 def peers(
-    names: Annotated[list[str] | None, typer.Argument(help="Some of them.", metavar="[NAME]...")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Only these peers.", metavar="[NAME]...")] = None,
 ) -> None:
-    """Set the peers up, each in an environment of its own; what is there already stays."""
+    """Set up missing peers, each in a separate environment."""
     unknown = sorted(set(names or ()) - set(setup_peers.STEPS))
     if unknown:
         raise typer.BadParameter(f"{unknown[0]}: one of {', '.join(setup_peers.STEPS)}")
@@ -142,18 +142,18 @@ def peers(
 
 @app.command()
 def profile(
-    weights: Annotated[str, typer.Option(help="The server's setting.")] = "bf16",
-    streams: Annotated[str, typer.Option(help="Answers at once, one after the other.", metavar="N,N,...")] = "1,32",
-    name: Annotated[str, typer.Option(help="Of the file.")] = "profile",
+    weights: Annotated[str, typer.Option(help="The setting weights.")] = "bf16",
+    streams: Annotated[str, typer.Option(help="Numbers of streams to profile.", metavar="N,N,...")] = "1,32",
+    name: Annotated[str, typer.Option(help="Name of the file.")] = "profile",
     folder: Folder = REPORTS,
 ) -> None:
-    """Say where the time of a decode step goes."""
+    """Measure the time of each part of a decode step."""
     if weights not in IN_PROCESS:
         raise typer.BadParameter(f"--weights {weights}: one of {', '.join(IN_PROCESS)}")
     numbers = counts(streams, "--streams")
     spec = GgufFile(default_model()).spec
     progress = Console(stderr=True)
-    progress.print("measuring the machine; all of it takes some two minutes")
+    progress.print("measuring the machine; the profile takes about two minutes")
     with Probe() as process:
         before = process.measure(PROFILE_REPEATS)
     settings = Settings.parse({"device": "cpu", "weights": weights, "kv_memory": "512MiB"})
@@ -182,7 +182,7 @@ def profile(
 
 
 def _chosen(names: list[str] | None) -> list[Variant]:
-    """Those with one of the names, or where no engine has it, those whose names begin so."""
+    """The variants with one of these names, or if a name does not exist, those whose names begin with it."""
     everything = variants()
     if names is None:
         return everything
@@ -190,7 +190,7 @@ def _chosen(names: list[str] | None) -> list[Variant]:
     for name in names:
         begin_so = {variant.name for variant in everything if variant.name.lower().startswith(name.lower())}
         if not begin_so:
-            raise typer.BadParameter(f"--only {name}: there are {', '.join(v.name for v in everything)}")
+            raise typer.BadParameter(f"--only {name}: known are {', '.join(v.name for v in everything)}")
         found |= {one for one in begin_so if one.lower() == name.lower()} or begin_so
     return [variant for variant in everything if variant.name in found]
 
@@ -205,6 +205,6 @@ def _write(
 
 
 if __name__ == "__main__":
-    # a benchmark that is ended ends its engines
+    # SIGTERM must also end the engines
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     app()

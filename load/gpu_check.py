@@ -1,8 +1,8 @@
-"""Check and time the GPU kernels and steps on a GPU; writes build/reports/gpu-check.json.
+"""Check and time the GPU kernels and steps on a GPU. Writes build/reports/gpu-check.json.
 
-Needs the repository, torch, triton and numpy. It has not run on a GPU yet: its 7 minutes are a budget for an H200,
-and what is left then is reported as not run. ``--dry`` runs the same code on a CPU in triton's interpreter, at tiny
-shapes; its times mean nothing.
+Needs the repository, torch, triton and numpy. It has not run on a GPU yet. It stops after 7 minutes, a budget for an
+H200, and reports the remaining checks as not run. ``--dry`` runs the same code on a CPU in triton's interpreter with
+tiny shapes; ignore its times.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 for folder in ("load", "backend_src"):
-    # where kvloom is not installed
+    # For machines on which kvloom is not installed
     sys.path.insert(0, str(ROOT / folder))
 
 if "--dry" in sys.argv[1:]:
-    # read by triton when it is imported
+    # triton reads it when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch  # noqa: E402
@@ -35,13 +35,13 @@ from kvloom_gpu.bench import Clock, copy_bandwidth  # noqa: E402
 from kvloom_gpu.sizes import Sizes, dry, h200  # noqa: E402
 
 SECONDS = 420
-"""The budget: after so many, what is left is reported as not run."""
+"""The budget. After this time the remaining checks are reported as not run."""
 
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
 class CheckReport:
-    """Rows as they come, written at once: a run that is cut short leaves what it had."""
+    """Writes each row at once, so that an interrupted run leaves its results."""
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self._path = path
@@ -51,7 +51,7 @@ class CheckReport:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def run(self, part: str, rows: Part) -> None:
-        """Take a part's rows until the time is up; a part that fails is a row, too, and ends no other."""
+        """Add a part's rows until the time is up. If it fails, its error is a row, and the other parts still run."""
         began = time.monotonic()
         try:
             for row in rows():
@@ -59,7 +59,7 @@ class CheckReport:
                 if time.monotonic() - self._began > SECONDS:
                     self._add({"part": part, "ok": False, "detail": f"cut short after {SECONDS} s"})
                     break
-        except Exception:  # noqa: BLE001 what fails on a GPU must not cost the other parts' results
+        except Exception:  # noqa: BLE001 the other parts must still run
             self._add({"part": part, "ok": False, "detail": traceback.format_exc()[-3000:]})
         gc.collect()
         torch.cuda.empty_cache()
@@ -76,7 +76,7 @@ class CheckReport:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     values = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
     return ("" if row.get("ok", True) else "FAILED ") + " ".join(values)
 
@@ -93,8 +93,8 @@ def _meta(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run every part; 0 where everything is right."""
-    # what is not spelled out above would come too late for triton
+    """Run all parts. Returns 0 if everything is correct."""
+    # No abbreviations, because the check for --dry above would not see them
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dry", action="store_true", help="on the CPU, in triton's interpreter")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "gpu-check.json")
@@ -105,7 +105,7 @@ def main() -> int:
     elif torch.cuda.is_available():
         sizes = h200(torch.device("cuda:0"))
     else:
-        parser.error(f"torch sees no GPU; on a CPU the same code runs with: {sys.executable} {sys.argv[0]} --dry")
+        parser.error(f"torch finds no GPU; to run the same code on a CPU: {sys.executable} {sys.argv[0]} --dry")
     seed = time.time_ns() % 2**31
     torch.manual_seed(seed)
     report = CheckReport(arguments.report, _meta(sizes, seed))

@@ -1,4 +1,4 @@
-"""Audit the GPU kernels' machine code without a GPU; writes build/reports/kernel-audit.json."""
+"""Audit the GPU kernels' machine code without a GPU. Writes build/reports/kernel-audit.json."""
 
 import json
 import sys
@@ -17,17 +17,17 @@ REPORT = Path("build/reports/kernel-audit.json")
 
 
 def main(
-    target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; may be repeated.")] = None,
-    report: Annotated[Path, typer.Option(help="Where the rows go.", metavar="FILE")] = REPORT,
+    target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}. May be repeated.")] = None,
+    report: Annotated[Path, typer.Option(help="File of the rows.", metavar="FILE")] = REPORT,
 ) -> None:
-    """Compile every kernel at every shape for every target and hold it against its limits."""
+    """Compile every kernel at every shape for every target and check its limits."""
     rows = audit([*works(), *op_works()], target or list(TARGETS))
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps({"meta": meta(), "rows": [row.values() for row in rows]}, indent=1))
     console = Console(width=None if sys.stdout.isatty() else 160)
     print_table(rows, console)
     bad = sum(not row.ok for row in rows)
-    console.print(f"{len(rows)} kernels, {bad} at fault; rows: {report}")
+    console.print(f"{len(rows)} kernels, {bad} beyond their limits; rows: {report}")
     raise typer.Exit(bad > 0)
 
 

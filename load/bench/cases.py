@@ -1,4 +1,4 @@
-"""The cases: what an engine is asked to do, and what figures come of the times that it took."""
+"""The cases of the benchmark: the runs of each, and how a figure is computed from their times."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +9,19 @@ from bench.prompts import PromptSource
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the cases are.
+    """The size of the cases.
 
     Attributes:
-        streams: numbers of prompts answered at once.
-        prompt: tokens of each.
+        streams: numbers of prompts that are answered at once.
+        prompt: tokens of each prompt.
         new: tokens of each answer.
-        prefills: lengths of the prompts that only the first token of the answer is wanted of.
-        prefix: tokens that the prompts of the prefix cases have in common.
-        suffix: tokens that each has of its own.
-        sharing: prompts at once that share the prefix.
-        short: how often what takes less than a second is done in a round.
-        probes: repetitions of which the best tells what the machine allows.
-        settled: what an engine still does after it has loaded is done before it is measured.
+        prefills: lengths of the prompts of prefill cases, whose answers have one token.
+        prefix: length of the common prefix of the prefix cases' prompts.
+        suffix: tokens of each of these prompts after the prefix.
+        sharing: number of prompts at once that share the prefix.
+        short: how often a run of less than a second is repeated in a round.
+        probes: how often each rate of the machine is measured at a time. The best counts.
+        settled: whether to wait until an engine has settled after it has loaded.
     """
 
     streams: tuple[int, ...] = (1, 8, 32, 64)
@@ -56,12 +56,12 @@ SHORT_PREFILL = 1024
 
 @dataclass(frozen=True)
 class Run:
-    """One thing to ask for: all prompts at once.
+    """One measured call of an engine, with all prompts at once.
 
     Attributes:
-        name: what the seconds are kept under; the same in repetitions, which have other prompts.
+        name: the key of its seconds. Repetitions have the same name and other prompts.
         kind: ``one``, ``all``, ``prefill``, ``cold``, ``warm`` or ``shared``.
-        prompts: token ids of each.
+        prompts: the token ids of each prompt.
         new: tokens of each answer.
     """
 
@@ -73,12 +73,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that belong together; an engine does them one after the other, then the next engine does.
+    """Runs that belong together. An engine does all of them before the next engine's turn.
 
     Attributes:
-        name: in the samples.
-        streams: prompts at once.
-        runs: in order.
+        name: the group's name in the samples.
+        streams: number of prompts at once.
+        runs: the runs, in order.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Group:
 
 
 def rounds(scale: Scale, count: int, source: PromptSource) -> Iterator[list[Group]]:
-    """The groups of each round. Every engine gets the same prompts, and every run other ones."""
+    """The groups of each round. All engines get the same prompts, and no two runs do."""
     for _ in range(count):
         groups = []
         for streams in scale.streams:
@@ -116,7 +116,7 @@ class Case:
     Attributes:
         name: ``decode``, ``total``, ``prefill``, ``ttft_cold``, ``ttft_warm`` or ``shared``.
         size: prompts at once, or for ``prefill`` the prompt's length.
-        unit: of its figure.
+        unit: the unit of its figure.
     """
 
     name: str
@@ -125,12 +125,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The case's name in tables."""
         return f"{self.name.replace('_', ' ')} {self.size}"
 
     @property
     def group(self) -> str:
-        """The group whose runs it is made of."""
+        """The group with the case's runs."""
         return {"decode": f"batch/{self.size}", "total": f"batch/{self.size}", "prefill": f"prefill/{self.size}"}.get(
             self.name, "prefix"
         )
@@ -149,17 +149,17 @@ def cases(scale: Scale) -> list[Case]:
 
 
 def figure(case: Case, scale: Scale, samples: Mapping[str, Sequence[float]]) -> float | None:
-    """The case's figure in one round, from the seconds of its runs, or their medians; None if they are not there.
+    """The case's figure in one round, from the median seconds of its runs; None if they are missing.
 
-    Decoding is what a whole answer takes longer than its first token does: the same for every engine, whether or not it
-    shows when tokens come.
+    The time of decoding is the time of a whole answer minus the time of its first token. So it is comparable for all
+    engines, even those that do not show when tokens come.
     """
     size = case.size
     seconds = {name: statistics.median(of) for name, of in samples.items()}
     match case.name:
         case "decode":
             one, whole = seconds.get(f"one/{size}"), seconds.get(f"all/{size}")
-            # on a busy machine, with a few tokens, the whole answer may have been the faster one
+            # On a busy machine the whole answer may have been faster, if it has few tokens
             return size * (scale.new - 1) / (whole - one) if one and whole and whole > one else None
         case "total":
             return _rate(size * scale.new, seconds.get(f"all/{size}"))

@@ -1,4 +1,4 @@
-"""Which code a benchmark measures."""
+"""Identifies the code that a benchmark measures."""
 
 import hashlib
 import subprocess
@@ -7,13 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NO_CODE = (":!load/results", ":!*README.md")
-"""What changes no figure."""
+"""Files that do not affect any figure."""
 
 
 def code_version(root: Path = ROOT) -> str:
-    """The git revision, with ``dirty`` and a digest of the changes where files were changed; without git, the package's
-    version.
-    """
+    """The git revision, with ``dirty`` and a digest if there are changes. Without git: the package's version."""
     revision = _git(root, "rev-parse", "HEAD")
     if revision is None:
         return f"kvloom {version('kvloom')}"
@@ -22,7 +20,7 @@ def code_version(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What it says; None where there is no git, or no repository."""
+    """The output of a git command; None if there is no git or no repository."""
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Engines against each other, from the rows of bench.json: above 1, the first one is better.
+"""Compares engines, from the rows of bench.json. A ratio above 1 means that the first engine is better.
 
-A ratio is that of the medians. With it go the least and the most of the rounds' own ratios; where the two engines were
-in memory together, those are of cases that both did within seconds of each other.
+A ratio is that of the medians. The minimum and maximum of the rounds' ratios are given with it. If both engines were in
+memory at the same time, they did a round's case within seconds of each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ PEERS, SERVED, BEST, DEFAULT_FILE, DOOR, MORE = (
     "doors",
     "more streams",
 )
-"""What is compared; see ``comparisons``."""
+"""The kinds of comparisons, see ``comparisons``."""
 
 LLAMACPP_DEFAULT_FILE = "llama.cpp Q4_1"
 IN_PROCESS_NAME = " in-process"
@@ -29,15 +29,15 @@ PEAK = ("peak_rss", None)
 def comparisons(made: Sequence[Row]) -> list[Row]:
     """A row for each comparison and case.
 
-    - PEERS: kvloom's bf16 against every peer's, and against the best of them in each case.
-    - SERVED: the same through Triton's gRPC door, against the best of them.
-    - BEST: kvloom's best setting against the best peer, whatever the weights.
-    - DEFAULT_FILE: kvloom's best setting against llama.cpp, which takes the 4-bit default file as it is.
-    - DOOR: through a door against the engine alone.
-    - MORE: kvloom's settings, with the most streams against the most but one.
+    - PEERS: kvloom's bf16 against every peer's bf16, and against the best peer of each case.
+    - SERVED: kvloom's bf16 over gRPC against the best peer.
+    - BEST: kvloom's best setting against the best peer, with any weights.
+    - DEFAULT_FILE: kvloom's best setting against llama.cpp, which uses the 4-bit default file unchanged.
+    - DOOR: kvloom behind an endpoint against the engine in-process.
+    - MORE: kvloom's settings with the largest number of streams against the second largest.
 
-    Peak memory is compared only with peers that do not have more of it for keys and values than kvloom; these rows have
-    ``kv_mib``, that memory of both.
+    Peak memory is compared only with peers that do not use more memory for keys and values than kvloom. These rows have
+    ``kv_mib`` with this memory of both engines.
     """
     kv = {row["engine"]: row["value"] for row in made if row.get("case") == "kv_memory"}
     by_case: dict[tuple[str, int | None], dict[str, Row]] = {}
@@ -69,7 +69,7 @@ def _of_case(here: dict[str, Row]) -> Iterator[Row]:
             yield _ratio(PEERS, alone, row)
         if alike:
             yield {**_ratio(PEERS, alone, _best(alike)), "best": True}
-        # memory of a server is not that of an engine
+        # The memory of a server is not comparable with that of an engine
         if alike and DOORS[0] in own and alone["case"] != "peak_rss":
             yield _ratio(SERVED, own[DOORS[0]], _best(alike))
         if alone["case"] in ("decode", "total"):

@@ -23,22 +23,23 @@ GROWTH = 16 * 2**20
 
 
 class EngineFailed(Exception):
-    """An engine could not be loaded, or did not answer as asked; says why."""
+    """An engine could not be loaded, or a run failed. The message says why."""
 
 
 class Driver:
-    """One engine in a process of its own, see ``engines.protocol``. A context manager that ends it.
+    """One engine in a separate process, see ``engines.protocol``. A context manager that ends it.
 
-    It is stopped (SIGSTOP) while it has nothing to do: some engines keep a core busy with waiting. Should the benchmark
-    be killed meanwhile, the system sends SIGHUP and SIGCONT to its process group, one of its own in the same session.
+    The process is stopped (SIGSTOP) while it has nothing to do, because some engines keep a core busy while they wait.
+    It has its own process group in the same session. So if the benchmark is killed, the kernel sends SIGHUP and SIGCONT
+    to the group.
     """
 
     def __init__(self, variant: Variant, settled: bool = True):
         """Start the driver and load the model.
 
         Args:
-            variant: what to load.
-            settled: what the engine still does after that, it does before this returns.
+            variant: the engine and its settings.
+            settled: whether to wait until the engine has settled.
 
         Raises:
             EngineFailed: it can't be loaded.
@@ -68,10 +69,10 @@ class Driver:
         self._pause()
 
     def run(self, run: Run) -> tuple[float, list[list[int]]]:
-        """Seconds that it took, and the new tokens of each prompt.
+        """Do a run. Returns its seconds and the new tokens of each prompt.
 
         Raises:
-            EngineFailed: it failed, or the answers do not have the length asked for.
+            EngineFailed: the run failed, or an answer does not have the requested length.
         """
         self._go_on()
         try:
@@ -85,15 +86,15 @@ class Driver:
         return reply["seconds"], tokens
 
     def peak_rss(self) -> int:
-        """Bytes: the most that each of the engine's processes ever had, added up."""
+        """The sum of the peak memory of the engine's processes, in bytes."""
         return sum(_peak(process.pid) for process in _tree(self._pid))
 
     def rss(self) -> int:
-        """Bytes: what the engine's processes have now, added up."""
+        """The sum of the current memory of the engine's processes, in bytes."""
         return sum(map(_rss, _tree(self._pid)))
 
     def close(self) -> None:
-        """End it, and what it started."""
+        """End the engine and its processes."""
         assert self._process.stdin is not None
         self._go_on()
         self._process.stdin.close()
@@ -111,7 +112,7 @@ class Driver:
         self.close()
 
     def _settle(self) -> None:
-        """Wait until the engine's memory grows no more."""
+        """Wait until the engine's memory no longer grows."""
         before = 0
         while (now := self.rss()) > before + GROWTH:
             before = now
@@ -146,7 +147,7 @@ class Driver:
 
 
 def _tree(pid: int) -> list[psutil.Process]:
-    """A process and its descendants; none where it has ended."""
+    """A process and its descendants; empty if it has ended."""
     try:
         root = psutil.Process(pid)
         return [process for process in (root, *root.children(recursive=True)) if process.is_running()]

@@ -1,4 +1,4 @@
-"""The main figures, from the files that a benchmark and a profile wrote."""
+"""Renders the main figures from the results of a benchmark and a profile."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,24 @@ from bench.tables import cells, columns, comparison_tables, faster, render, titl
 from bench.variants import about, variants
 
 LEFT_OUT = ("loaded_rss", "same_first_token")
-"""Columns of bench.md that are no main figures."""
+"""Columns of bench.md that are not main figures."""
 
 OPS_SHOWN = 5
 LEAST_ROUNDS = 3
-"""Fewer have no median worth the name."""
+"""A median of fewer rounds is not reliable."""
 
 Row = dict[str, Any]
 
 
 class ResultsError(Exception):
-    """These results may not be shown as the main figures; says why."""
+    """The results can't be the main figures. The message says why."""
 
 
 def figures(results: Path) -> str:
     """The text of figures.md, from ``bench.json`` and ``profile.json`` in that folder.
 
     Raises:
-        ResultsError: they are of too few rounds, or of other engines or settings than there are today.
+        ResultsError: they have too few rounds, or other engines or settings than the current ones.
     """
     bench, profile = (json.loads((results / f"{name}.json").read_text()) for name in ("bench", "profile"))
     _check(bench, profile)
@@ -38,13 +38,13 @@ def figures(results: Path) -> str:
 def _check(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> None:
     meta = bench["meta"]
     if meta["rounds"] < LEAST_ROUNDS:
-        raise ResultsError(f"bench.json is of {meta['rounds']} rounds, figures need {LEAST_ROUNDS}; run it again")
-    # as they come back from a file
+        raise ResultsError(f"bench.json has {meta['rounds']} rounds, figures need {LEAST_ROUNDS}; run it again")
+    # In the form in which they are read from a file
     today = {one["name"]: one for one in json.loads(json.dumps(list(map(about, variants()))))}
     measured = {one["name"]: one for one in meta["variants"]}
     differ = [name for name in {**today, **measured} if today.get(name) != measured.get(name)]
     if differ:
-        raise ResultsError(f"bench.json has other engines or settings than today ({', '.join(differ)}); run it again")
+        raise ResultsError(f"bench.json has outdated engines or settings ({', '.join(differ)}); run it again")
     if not any(row["op"] == REPLAYED for row in profile["rows"]):
         raise ResultsError(f"profile.json has no '{REPLAYED}'; run the profile again")
 
@@ -65,21 +65,21 @@ def _figures(bench: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
 
 
 def _is_main(row: Row) -> bool:
-    """Each peer on its own, and the default file alone, are in the results file."""
+    """Whether a comparison is a main figure. Those with single peers and the default file are only in bench.md."""
     return row["what"] != compare.DEFAULT_FILE and (row["what"] != compare.PEERS or row.get("best", False))
 
 
 def _value(cell: str) -> str:
-    """Without the share of the floor."""
+    """A cell without the share of the floor."""
     return cell.split(" (")[0]
 
 
 def _steps(rows: Sequence[Row]) -> list[str]:
-    """A line for each number of streams: the whole step, and the ops that take most of it."""
+    """A line for each number of streams: the time of the whole step and of the ops that take the most."""
     lines = []
     for streams in dict.fromkeys(row["streams"] for row in rows):
         here = [row for row in rows if row["streams"] == streams]
-        # the step as it is served; ops can only be timed in one that is computed op by op
+        # The whole step is replayed as when serving; ops can only be timed in a step that is computed op by op
         whole = next(row for row in here if row["op"] == REPLAYED)
         ops = sorted((row for row in here if row["op"] not in (STEP, REPLAYED)), key=lambda row: -row["ms"])
         noun = "stream" if streams == 1 else "streams"

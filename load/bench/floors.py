@@ -1,10 +1,10 @@
-"""The least time of each case on a machine whose memory bandwidth and product rates are known.
+"""The floor of each case: its minimum time on a machine with known memory bandwidth and product rates.
 
-A step reads every weight and every key and value that it attends to once, and multiplies every token with every
-weight: it takes the longer of the two. How close an engine comes is a figure that holds on other machines, too.
+A step reads all weights and all attended keys and values once, and multiplies every token with all weights. The floor
+is the longer of the two times. The share of the floor that an engine reaches is comparable between machines.
 
-All of it is read from memory here. As much as the last cache holds may still be there from the step before, so a step
-can take a little less than its floor, and a single op whose weights stayed there a lot less.
+The floor assumes that everything is read from memory. Some data may still be in the last-level cache from the previous
+step. So a step can be slightly faster than its floor, and a single op whose weights are cached much faster.
 """
 
 import math
@@ -16,13 +16,13 @@ from kvloom.models.spec import ModelSpec, tensor_shapes
 
 @dataclass(frozen=True)
 class Precision:
-    """How weights are kept, and in what they can be multiplied.
+    """How weights are stored, and the dtype of their products.
 
     Attributes:
-        bits: of a layer's weight, scales included.
-        head_bits: of the head's.
-        product: key of ``Machine.operations``.
-        kv_bytes: of a key's or value's number.
+        bits: bits of a layer's weight including scales.
+        head_bits: bits of a weight of the head.
+        product: a key of ``Machine.operations``.
+        kv_bytes: bytes of a number in keys and values.
     """
 
     bits: float
@@ -34,12 +34,12 @@ class Precision:
 PRECISIONS = {
     "fp32": Precision(32, 32, "fp32"),
     "bf16": Precision(16, 16, "bf16"),
-    # OpenVINO's, which keeps keys and values in 8 bits then
+    # OpenVINO's int8, which keeps keys and values in 8 bits
     "int8": Precision(8, 8, "int8", kv_bytes=1),
-    # groups of 32 with a scale in 16 bits; the layers of w8a8 have groups of 64
+    # Groups of 32 with a scale in 16 bits; the layers of w8a8 have groups of 64
     "int8_groups": Precision(8.5, 8.5, "int8"),
     "w8a8": Precision(8.25, 8.5, "int8"),
-    # for 32 weights Q4_1 has a scale and an offset, Q4_0 and Q8_0 a scale, in 16 bits; Q6_K is the head of Q4_0 files
+    # For 32 weights Q4_1 has a scale and an offset, Q4_0 and Q8_0 a scale, in 16 bits; Q6_K is the head of Q4_0 files
     "q4_1": Precision(5, 8.5, "int8"),
     "q4_0": Precision(4.5, 6.5625, "int8"),
 }
@@ -47,11 +47,11 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What it can do, see ``probe``.
+    """The machine's rates, see ``probe``.
 
     Attributes:
-        bytes_per_s: read from memory, by all cores.
-        operations: multiplications and additions per second, by dtype: the best that torch's products reach.
+        bytes_per_s: bytes per second that all cores together read from memory.
+        operations: multiplications and additions per second of torch's fastest matrix products, by dtype.
     """
 
     bytes_per_s: float
@@ -59,7 +59,7 @@ class Machine:
 
 
 class Floors:
-    """Least times of a model on a machine."""
+    """The floors of a model on a machine."""
 
     def __init__(self, machine: Machine, spec: ModelSpec, precision: str):
         self._kind = PRECISIONS[precision]
@@ -71,22 +71,22 @@ class Floors:
         self._attention = 4 * spec.n_layers * spec.n_heads * spec.head_dim
 
     def product(self, rows: int, weights: int, head: bool = False) -> float:
-        """Seconds to multiply ``rows`` rows with so many weights, of the head or of layers."""
+        """Seconds to multiply ``rows`` rows with this number of weights, of the head or of layers."""
         read = weights * (self._kind.head_bits if head else self._kind.bits) / 8
         return self._longer(read, 2 * rows * weights)
 
     def attention(self, kv_read: float, pairs: float) -> float:
-        """Seconds of all layers' attention; arguments as of ``step``."""
+        """Seconds of all layers' attention. The arguments are those of ``step``."""
         return self._longer(self._kv_token * kv_read, self._attention * pairs)
 
     def step(self, tokens: int, sampled: int, kv_read: float, pairs: float) -> float:
         """Seconds of a step.
 
         Args:
-            tokens: that are computed.
-            sampled: of which logits are wanted.
-            kv_read: tokens whose keys and values are read from memory.
-            pairs: of a query and a key that it attends to.
+            tokens: number of computed tokens.
+            sampled: number of tokens with logits.
+            kv_read: number of tokens whose keys and values are read from memory.
+            pairs: number of pairs of a query and a key that it attends to.
         """
         weights = (self._layers * self._kind.bits + self._head * self._kind.head_bits) / 8
         operations = 2 * (tokens * self._layers + sampled * self._head) + self._attention * pairs
@@ -97,16 +97,16 @@ class Floors:
         return max(read / self._machine.bytes_per_s, operations / rate)
 
     def prefill(self, prompts: int, length: int, before: int = 0) -> float:
-        """Seconds for ``length`` tokens of each prompt, behind ``before`` that all share and that are in the cache."""
+        """Seconds for ``length`` tokens of each prompt, after ``before`` shared tokens that are in the cache."""
         tokens = prompts * length
         return self.step(tokens, prompts, before, tokens * (before + length / 2))
 
     def decode(self, streams: int, own: float, shared: float = 0) -> float:
-        """Seconds of a step that gives each stream a token, behind ``own`` tokens and ``shared`` that all share."""
+        """Seconds of a step with one token per stream, after ``own`` tokens of its own and ``shared`` common tokens."""
         return self.step(streams, streams, streams * own + shared, streams * (own + shared))
 
     def of(self, case: Case, scale: Scale) -> float:
-        """The case's figure at the floor, in its unit."""
+        """The case's floor, in its unit."""
         n, steps = case.size, scale.new - 1
         if case.name == "decode":
             return n / self.decode(n, scale.prompt + scale.new / 2)

@@ -1,10 +1,10 @@
-"""Runs the cases: round by round, each group by every engine in turn, so that a noisy machine hits all alike.
+"""Runs the cases. In each round all engines do each group one after the other, so that noise affects all equally.
 
-A machine that others share changes within minutes by a third. Figures of two engines compare when both did the case
-within seconds of each other, so as many as fit are in memory at once, stopped while it is not their turn, and those
-that are compared are neighbours in the list. What fits is told by what is available before each round and by the most
-that each engine takes; the next ones are loaded when those before have ended. Every round loads them anew, for how
-pages and threads fall at the start is luck that a median shall see, too.
+The speed of a shared machine changes by a third within minutes. Figures of two engines are comparable if both did the
+case within seconds of each other. So as many engines as fit are in memory at once and stopped while they wait, and
+engines that are compared are neighbours in the list. What fits depends on the available memory before each round and on
+the maximum memory of each engine; the next engines are loaded when the previous ones have ended. Every round loads them
+again, because the placement of pages and threads at the start is random and the median should include it.
 """
 
 import statistics
@@ -26,21 +26,21 @@ WARM_UP_NEW = 4
 
 GIB = 2**30
 SHARE = 0.9
-"""Of the memory that is available, for engines."""
+"""Share of the available memory that engines may use."""
 
 RESERVE = GIB
-"""The benchmark stops when less is available."""
+"""The benchmark stops if less memory is available."""
 
 LOAD_S = 12.0
-"""About what it takes to load an engine and to end it."""
+"""Approximate seconds to load an engine and to end it."""
 
 
 class MemoryShortError(Exception):
-    """The engines took more than was foreseen, or others did; says what to do."""
+    """The engines or other programs use more memory than expected. The message says what to do."""
 
 
 def memory_for_engines() -> float:
-    """GiB."""
+    """The memory that engines may use, in GiB."""
     return SHARE * psutil.virtual_memory().available / GIB
 
 
@@ -48,12 +48,12 @@ class Measurement:
     """One benchmark.
 
     Args:
-        scale: of the cases.
-        count: of the rounds.
-        record: where it goes; what it has already is not measured again.
-        source: of the prompts.
-        console: for a line about where it is.
-        memory_gib: that the engines may take; None is most of what is available.
+        scale: the size of the cases.
+        count: the number of rounds.
+        record: receives the samples. Samples that it already has are not measured again.
+        source: the source of prompts.
+        console: for progress lines.
+        memory_gib: the memory that engines may use; None for most of the available memory.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Measurement:
         memory_gib: float | None = None,
     ):
         streams, length = min(8, max(scale.streams)), scale.prefills[0]
-        # buffers, threads and kernels come with the first use
+        # The first use allocates buffers and creates threads and kernels
         self._warm_up = [
             Run("warm-up", "all", source.take(streams, scale.prompt), WARM_UP_NEW),
             Run("warm-up", "prefill", source.take(1, length), 1),
@@ -78,10 +78,10 @@ class Measurement:
         self._memory_gib = memory_gib
 
     def run(self, variants: Sequence[Variant]) -> None:
-        """Measure.
+        """Measure these variants.
 
         Raises:
-            MemoryShortError: there is hardly any left.
+            MemoryShortError: less than 1 GiB of memory is available.
         """
         for variant in variants:
             absence = Environment(variant.environment).absence()
@@ -89,7 +89,7 @@ class Measurement:
                 self._record.without(variant.name, absence)
         there = [variant for variant in variants if Environment(variant.environment).absence() is None]
         with Probe() as probe:
-            # it has its memory from now on
+            # So that the probe has allocated its memory
             probe.measure(1)
             for number in range(len(self._rounds)):
                 wanting = [variant for variant in there if self._missing(variant, number)]
@@ -97,9 +97,7 @@ class Measurement:
                 parts = together(wanting, room)
                 for variant in wanting:
                     if not any(variant in part for part in parts):
-                        why = (
-                            f"it may take {variant.memory_gib:.1f} GiB of memory, and {room:.1f} are there for engines"
-                        )
+                        why = f"it may need {variant.memory_gib:.1f} GiB of memory, but engines may use {room:.1f} GiB"
                         self._record.without(variant.name, why)
                 for part in parts:
                     with self._loaded(part) as drivers:
@@ -107,7 +105,7 @@ class Measurement:
 
     @contextmanager
     def _loaded(self, variants: Sequence[Variant]) -> Iterator[list[Driver]]:
-        """Drivers of those that can be loaded."""
+        """The drivers of the variants that could be loaded."""
         drivers: list[Driver] = []
         with ExitStack() as stack:
             for variant in variants:
@@ -131,7 +129,7 @@ class Measurement:
             if not wanting:
                 continue
             self._say(number, group, len(wanting), all_of_them)
-            # nobody is always behind the same one
+            # So that no engine always runs after the same other one
             shift = (number + place) % len(wanting)
             for driver in wanting[shift:] + wanting[:shift]:
                 self._group(number, group, driver, drivers)
@@ -154,7 +152,7 @@ class Measurement:
         self._record.memory(name, driver.peak_rss())
 
     def _left(self, variant: Variant, number: int, group: Group) -> list[Run]:
-        """Runs of the group that are still to be measured: all, unless all are there."""
+        """The runs of the group to measure: none if all have samples, otherwise all."""
         runs = list(wanted(variant, group))
         done = self._record.seconds[variant.name][number]
         return runs if sum(len(done.get(name, ())) for name in {run.name for run in runs}) < len(runs) else []
@@ -180,7 +178,7 @@ class Measurement:
         return [run for group in self._rounds[number] for run in wanted(variant, group)]
 
     def _expected(self, variant: Variant, run: Run) -> float:
-        """Seconds: as in earlier rounds, or guessed."""
+        """The expected seconds of a run: the median of earlier rounds, or an estimate."""
         before = [s for samples in self._record.seconds[variant.name].values() for s in samples.get(run.name, ())]
         if before:
             return statistics.median(before)
@@ -199,6 +197,6 @@ def _spare_memory() -> None:
     available = psutil.virtual_memory().available
     if available < RESERVE:
         raise MemoryShortError(
-            f"only {available / GIB:.1f} GiB of memory are left; go on with --resume and fewer engines at once: "
-            "--memory GIB, less than what they had"
+            f"only {available / GIB:.1f} GiB of memory are left; continue with --resume and fewer engines at once: "
+            "give a smaller --memory GIB"
         )

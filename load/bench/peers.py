@@ -1,4 +1,4 @@
-"""Where the peers' environments are, and whether they are there."""
+"""The environments of the peers: their folders and whether they are installed."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ REQUIREMENTS = Path(__file__).parent / "engines" / "requirements"
 HOW = "make bench-peers sets it up"
 
 OWN = "own"
-"""Peers that are in kvloom's own environment."""
+"""The environment of peers that are installed with kvloom."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,24 @@ class Environment:
     """A folder for one peer, ``kvloom/peers/NAME`` in the user's cache folder.
 
     Attributes:
-        name: of the peer, or ``own``.
+        name: the peer's name, or ``own``.
     """
 
     name: str
 
     @property
     def folder(self) -> Path:
-        """Everything that was made for the peer."""
+        """The folder with all files of the peer."""
         return cache_folder("peers") / self.name
 
     @property
     def python(self) -> Path:
-        """The interpreter that its driver runs in."""
+        """The Python interpreter of its driver."""
         own = self.folder / "venv" / "bin" / "python"
         return own if self.name != OWN and own.exists() else Path(sys.executable)
 
     def pins(self) -> list[str]:
-        """What it is made from; other pins make it anew."""
+        """Its pinned requirements. If they change, it must be set up again."""
         lines = [
             line for file in sorted(REQUIREMENTS.glob(f"{self.name}*.txt")) for line in file.read_text().splitlines()
         ]
@@ -55,12 +55,12 @@ class Environment:
         return None if state["failed"] is None else f"set-up failed: {state['failed']}"
 
     def state(self) -> dict[str, Any] | None:
-        """What the last set-up left: ``pins``, ``failed`` (why, or None); None if there was none."""
+        """The result of the last set-up: ``pins`` and ``failed`` (the reason, or None). None if there was no set-up."""
         file = self.folder / "state.json"
         return json.loads(file.read_text()) if file.is_file() else None
 
     def note(self, failed: str | None) -> None:
-        """Write down how the set-up ended."""
+        """Write the result of a set-up."""
         (self.folder / "state.json").write_text(json.dumps({"pins": self.pins(), "failed": failed}, indent=1))
 
 

@@ -1,6 +1,6 @@
-"""The results as one picture: a field for each case, a bar for each engine, a mark for its floor.
+"""Plots the results: a field for each case, a bar for each engine, a mark for its floor.
 
-Colours are precisions; peers are paler than kvloom.
+Colours are precisions. Peers are paler than kvloom.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.tables import Column, columns, title
 from bench.variants import OWN_NAME
-from kvloom_load import plots  # noqa: F401 how all plots look
+from kvloom_load import plots  # noqa: F401 sets the style of all plots
 
 ACROSS = 3
 WIDTH, ROW_HEIGHT, HEAD = 13.0, 0.2, 0.6
@@ -22,8 +22,8 @@ LEFT_OUT = ("same_first_token", "kv_memory", "loaded_rss")
 
 
 def draw(made: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write the picture; its name says in which format."""
-    # floors are marks
+    """Write the plot. The file's name determines the format."""
+    # Floors are drawn as marks
     made = [row for row in made if "value" in row and not row["engine"].startswith("floor ")]
     wanted = [column for column in columns(made) if column[0] not in LEFT_OUT]
     engines = list(dict.fromkeys(row["engine"] for row in made))

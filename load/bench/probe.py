@@ -1,7 +1,7 @@
-"""Measures what the machine allows at the moment: memory bandwidth and product rates.
+"""Measures the machine's current memory bandwidth and product rates.
 
-A cloud machine is not the same from minute to minute: neighbours share its memory and its clock. So it is measured
-again and again while a benchmark runs, each time within a second, and every figure is held against its own floor.
+The speed of a cloud machine changes from minute to minute, because neighbours share its memory and its clock. So it is
+measured repeatedly during a benchmark, each time within a second, and every figure is compared with its own floor.
 """
 
 import json
@@ -20,22 +20,22 @@ import torch
 from bench.floors import Machine
 
 READ_BYTES = 2**29
-"""Many times the caches."""
+"""Many times the size of the caches."""
 
 SIDE = 2048
-"""Rows and columns of the matrices: too many for the caches' sizes to matter."""
+"""Rows and columns of the matrices, which are so large that the caches' sizes do not matter."""
 
 ROW = 2**15
-"""Numbers in a row of the memory, where it is read as a matrix."""
+"""Numbers in a row when the memory is read as a matrix."""
 
 UNSTEADY = 0.15
-"""Share by which a quiet machine's rates do not change."""
+"""A quiet machine's rates change less than this share."""
 
 
 class Probe:
-    """A process that measures when it is asked. A context manager that ends it.
+    """A separate process that measures on request. A context manager that ends it.
 
-    It is not this one: OpenMP keeps workers for every thread that ever computed, who would share the engines' cores.
+    It is separate because OpenMP keeps worker threads in a process, which would compete with the engines for cores.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Probe:
         )
 
     def measure(self, repeats: int) -> Machine:
-        """Best of so many repetitions, of each rate; five take about a second."""
+        """Measure each rate ``repeats`` times and return the best. Five repetitions take about a second."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(repeats, file=self._process.stdin, flush=True)
         return Machine(**json.loads(self._process.stdout.readline()))
@@ -61,12 +61,12 @@ class Probe:
 
 
 def best(machines: Sequence[Machine]) -> Machine:
-    """Of each rate."""
+    """The best of each rate."""
     return _each(max, machines)
 
 
 def median(machines: Sequence[Machine]) -> Machine:
-    """Of each rate."""
+    """The median of each rate."""
     return _each(statistics.median, machines)
 
 
@@ -79,7 +79,7 @@ def _each(of: Callable[[Iterable[float]], float], machines: Sequence[Machine]) -
 
 
 def spread(machines: Sequence[Machine]) -> dict[str, list[float]]:
-    """Least, median and most of each rate, 10^9 a second; what is read from memory is ``memory``."""
+    """Minimum, median and maximum of each rate in 10^9 per second. ``memory`` is the bytes read from memory."""
     rates = {"memory": [machine.bytes_per_s for machine in machines]}
     rates |= {name: [machine.operations[name] for machine in machines] for name in machines[0].operations}
     return {
@@ -88,7 +88,7 @@ def spread(machines: Sequence[Machine]) -> dict[str, list[float]]:
 
 
 def unsteady(machines: Sequence[Machine]) -> list[str]:
-    """What changed by more than ``UNSTEADY`` between measurements: figures of different moments do not compare."""
+    """The rates that changed by more than ``UNSTEADY``, so that figures of different times are not comparable."""
     return [
         f"{name}: {least:,.1f} to {most:,.1f} (10^9/s)"
         for name, (least, _, most) in spread(machines).items()
@@ -97,14 +97,14 @@ def unsteady(machines: Sequence[Machine]) -> list[str]:
 
 
 def _rates() -> dict[str, tuple[float, list[Callable[[], object]]]]:
-    """For each rate how much is done, and in which ways: the fastest one counts."""
-    # huge pages, as engines that care for speed read their weights
+    """For each rate, the amount of work and several ways to do it. The fastest way counts."""
+    # Huge pages, which fast engines use for their weights
     pages = mmap.mmap(-1, READ_BYTES)
     pages.madvise(mmap.MADV_HUGEPAGE)
     numbers = torch.frombuffer(pages, dtype=torch.float32)
-    # no two pages alike: a virtual machine's host may keep equal ones once
+    # All pages differ, because a virtual machine's host may store equal pages only once
     torch.arange(len(numbers), out=numbers)
-    # which of them reads fastest differs between machines
+    # Which of these reads fastest depends on the machine
     by_rows = partial(torch.mv, numbers.view(-1, ROW), torch.ones(ROW))
     reads: list[Callable[[], object]] = [numbers.sum, numbers.max, by_rows]
     rates: dict[str, tuple[float, list[Callable[[], object]]]] = {"memory": (READ_BYTES, reads)}
@@ -118,9 +118,9 @@ def _rates() -> dict[str, tuple[float, list[Callable[[], object]]]]:
 
 
 def _is_fast(multiply: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> bool:
-    """Whether torch has more than a plain loop for this dtype on this CPU, which takes a hundred times as long as fp32.
+    """Whether torch has a fast product for this dtype on this CPU, and not a loop that is a hundred times slower.
 
-    Where it has not (no AVX-512), such numbers are multiplied as fp32.
+    Without a fast product (no AVX-512) the rate of fp32 is used.
     """
 
     def seconds(multiply: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> float:
@@ -136,12 +136,12 @@ def _is_fast(multiply: Callable[[torch.Tensor, torch.Tensor], object], dtype: to
 
 
 def _serve() -> None:
-    """Measure for every number of repetitions that comes in."""
+    """Measure for every number of repetitions that is read from stdin."""
     rates = _rates()
     for line in sys.stdin:
         seconds: dict[str, list[float]] = {name: [] for name in rates}
         for _ in range(int(line)):
-            # in turns: what disturbs for a moment disturbs one repetition of each
+            # In turns, so that a short disturbance affects only one repetition of each
             for name, (_, ways) in rates.items():
                 for what in ways:
                     begin = time.perf_counter()

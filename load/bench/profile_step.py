@@ -1,9 +1,9 @@
-"""Where the time of a decode step goes: the engine in-process, with a clock around every op.
+"""Measures the time of each part of a decode step: runs the engine in-process with a clock around every op.
 
-The ops are timed in steps that are computed one by one; the step that is served replays a recording of them.
+The ops are timed in steps that are computed op by op. When serving, a step replays a recording of them.
 
-An op's floor is what it takes at least to read its weights, or the keys and values that it attends to, from memory, or
-to multiply. What lies in the last cache from the step before is read faster.
+An op's floor is the minimum time to read its weights or its keys and values from memory, or to multiply. Data that is
+still in the last-level cache from the previous step is read faster.
 """
 
 import threading
@@ -40,12 +40,12 @@ MODEL_REST, STEP_REST = "between the ops", "scheduler, commit, text"
 
 @dataclass
 class Clock:
-    """Seconds by op, added up over the steps that count.
+    """The total seconds of each op over the measured steps.
 
     Attributes:
-        seconds: so far.
-        steps: how many.
-        on: whether the step that runs is one of them.
+        seconds: seconds by op.
+        steps: number of measured steps.
+        on: whether the current step is measured.
     """
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -53,7 +53,7 @@ class Clock:
     on: bool = False
 
     def around(self, name: str, what: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Wrap a function to time its calls."""
 
         def timed(*arguments: Any, **options: Any) -> Any:
             begin = time.perf_counter()
@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of steps that give each of ``streams`` sequences a token: computed op by op, and replayed."""
+    """The times of steps with one token for each of ``streams`` sequences: computed op by op, and replayed."""
 
     streams: int
     by_op: Clock
@@ -75,16 +75,16 @@ class Profile:
 
 
 def profile(settings: Settings, streams: Sequence[int], say: Callable[[str], None]) -> list[Profile]:
-    """Time the steps of each number of streams; ``say`` hears what comes next."""
+    """Time the steps of each number of streams. ``say`` gets progress messages."""
     source = PromptSource.default()
     profiles = []
     for count in streams:
         by_op, replayed = Clock(), Clock()
-        for engine, clock, how in ((_timed_by_op, by_op, "op by op"), (_timed, replayed, "as it is served")):
+        for engine, clock, how in ((_timed_by_op, by_op, "op by op"), (_timed, replayed, "replayed")):
             say(f"steps of {count} stream{'s' if count > 1 else ''}, {how}")
             with ExitStack() as patches:
                 engine_thread = EngineThread(partial(engine, settings, clock, count, patches))
-                for _ in range(2):  # the first time, everything is new
+                for _ in range(2):  # the first time is a warm-up
                     clock.seconds.clear()
                     clock.steps = 0
                     _answer(engine_thread, source.take(count, PROMPT))
@@ -94,15 +94,15 @@ def profile(settings: Settings, streams: Sequence[int], say: Callable[[str], Non
 
 
 def rows(profiles: Sequence[Profile], spec: ModelSpec, machine: Machine, settings: Settings) -> list[dict[str, Any]]:
-    """A row for each op at each number of streams: milliseconds of a step, share of it, floor."""
+    """A row for each op and number of streams: milliseconds per step, share of the step, floor."""
     return [row for one in profiles for row in _rows(one, spec, machine, settings)]
 
 
 def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *, record: bool = True) -> Engine:
-    """The engine, whose steps that give each of ``streams`` sequences a token are timed."""
+    """An engine that times its steps with one token for each of ``streams`` sequences."""
     engine = build_engine(settings, record=record).engine
     decodes, step = engine._runner._decodes, engine.step
-    assert decodes is not None, "the profile is of a CPU"
+    assert decodes is not None, "only CPUs can be profiled"
     inputs = decodes._inputs
     fill = clock.around(BATCH, inputs.fill)
 
@@ -124,7 +124,7 @@ def _timed(settings: Settings, clock: Clock, streams: int, patches: ExitStack, *
 
 
 def _timed_by_op(settings: Settings, clock: Clock, streams: int, patches: ExitStack) -> Engine:
-    """The same, and all its ops are."""
+    """An engine that times these steps and all their ops."""
     engine = _timed(settings, clock, streams, patches, record=False)
     model: decoder.Decoder = engine._runner._decoder
     for layer in model._layers:
@@ -180,7 +180,7 @@ def _rows(one: Profile, spec: ModelSpec, machine: Machine, settings: Settings) -
 
 
 def _floors(streams: int, spec: ModelSpec, machine: Machine, settings: Settings) -> dict[str, float]:
-    """Milliseconds of a step's ops that read from memory; what the others read lies in the caches."""
+    """The floors in milliseconds of a step's ops that read from memory. The others read from the caches."""
     floors = Floors(machine, spec, IN_PROCESS[settings.weights])
     hidden, mlp, layers = spec.hidden_size, spec.intermediate_size, spec.n_layers
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim

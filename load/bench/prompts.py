@@ -1,4 +1,4 @@
-"""Prompts: pieces of English text, each with a beginning that no other one has."""
+"""Prompts: pieces of English text with unique beginnings."""
 
 import random
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from kvloom.models.gguf_file import GgufFile
 from kvloom.text.tokenizer import Tokenizer
 
 BEGINNING = 8
-"""Tokens that tell two prompts apart: fewer than any engine's prefix cache shares."""
+"""Number of tokens in which all prompts differ. No engine's prefix cache shares so few tokens."""
 
 
 class PromptSource:
-    """Deals out prompts, never the same beginning twice; the same seed deals the same ones.
+    """Generates prompts, never with the same beginning twice. The same seed gives the same prompts.
 
-    The text is the language reference that every Python carries (``pydoc_data.topics``), as token ids.
+    The text is the language reference that is part of Python (``pydoc_data.topics``), as token ids.
     """
 
     def __init__(self, tokens: Sequence[int], seed: int = 0):
@@ -25,7 +25,7 @@ class PromptSource:
 
     @classmethod
     def default(cls, seed: int = 0) -> "PromptSource":
-        """Of the text above, for the default model."""
+        """A source of this text for the default model."""
         text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
         return cls(Tokenizer.from_gguf(GgufFile(default_model()).metadata).encode(text), seed)
 

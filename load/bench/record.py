@@ -1,4 +1,4 @@
-"""What was measured so far, line by line in a file: a benchmark that was cut goes on where it stopped."""
+"""Records the samples line by line in a file, so that an interrupted benchmark can be resumed."""
 
 import json
 import time
@@ -14,30 +14,30 @@ from bench.probe import best
 
 
 class RecordError(Exception):
-    """The file can't be continued; says why."""
+    """The benchmark can't be resumed. The message says why."""
 
 
 class Record:
-    """Appends to the file at once.
+    """The samples of a benchmark. Each sample is appended to the file at once.
 
     Attributes:
-        seconds: by engine, round and run, a number for each repetition.
-        first: first new token of each prompt, likewise.
-        machines: by engine, round and group: what the machine could do meanwhile, the best of the probes beside it.
-        probes: all of them, in order, each once.
+        seconds: the seconds of each repetition, by engine, round and run.
+        first: the first new token of each prompt of each repetition, by engine, round and run.
+        machines: the machine's rates, by engine, round and group: the best of the probes before and after the group.
+        probes: all probes in order, each once.
         begun: when the first samples were measured, in ISO 8601.
-        versions: by engine.
-        load_seconds: by engine.
-        loaded_rss: bytes by engine, before the first prompt.
-        peak_rss: bytes by engine.
-        absent: by engine, why it has no figures.
+        versions: versions by engine.
+        load_seconds: seconds to load, by engine.
+        loaded_rss: bytes before the first prompt, by engine.
+        peak_rss: peak bytes, by engine.
+        absent: why an engine has no figures, by engine.
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any], resume: bool):
-        """Begin a new record, or go on with the one that is there.
+        """Begin a new record, or resume the existing one.
 
         Raises:
-            RecordError: it was made under other conditions.
+            RecordError: the existing record has other conditions.
         """
         self.seconds: dict[str, dict[int, dict[str, list[float]]]] = _lists()
         self.first: dict[str, dict[int, dict[str, list[list[int]]]]] = _lists()
@@ -52,13 +52,13 @@ class Record:
         self._path = path
         self._start = time.monotonic()
         self._seconds = [0.0]
-        # as they come back from the file, where tuples are lists
+        # In the form in which they are read from the file, where tuples are lists
         conditions = json.loads(json.dumps(conditions))
         lines = [json.loads(line) for line in path.read_text().splitlines()] if resume and path.exists() else []
         if lines and lines[0] != conditions:
             names = [name for name in {**lines[0], **conditions} if lines[0].get(name) != conditions.get(name)]
             raise RecordError(
-                f"{path} was made under other conditions ({', '.join(names)} differ); begin anew, without --resume"
+                f"{path} was made under other conditions ({', '.join(names)} differ); start again without --resume"
             )
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,27 +68,27 @@ class Record:
         self._add({"begun": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def minutes(self) -> float:
-        """That were spent on it, also before it was cut, until the last line."""
+        """The minutes spent on measuring until the last line, including earlier interrupted runs."""
         return sum(self._seconds) / 60
 
     def run(self, engine: str, number: int, run: str, seconds: float, first: list[int]) -> None:
-        """A run of a round."""
+        """Record a run."""
         self._add({"engine": engine, "round": number, "run": run, "seconds": seconds, "first": first})
 
     def machine(self, engines: Sequence[str], number: int, group: str, probes: Sequence[Machine]) -> None:
-        """What the machine could do before and after these engines did the group."""
+        """Record the machine's rates before and after these engines did a group."""
         self._add({"engines": list(engines), "round": number, "group": group, "machine": list(map(asdict, probes))})
 
     def loaded(self, engine: str, versions: dict[str, str], seconds: float, rss: int) -> None:
-        """An engine is there."""
+        """Record that an engine was loaded."""
         self._add({"engine": engine, "versions": versions, "seconds": seconds, "rss": rss})
 
     def memory(self, engine: str, peak_rss: int) -> None:
-        """The most memory that an engine had until now."""
+        """Record the peak memory of an engine."""
         self._add({"engine": engine, "peak_rss": peak_rss})
 
     def without(self, engine: str, why: str) -> None:
-        """An engine is not there, or has failed."""
+        """Record that an engine is not installed or has failed."""
         self._add({"engine": engine, "absent": why})
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Record:
             machine = best(probes)
             for engine in line["engines"]:
                 self.machines[engine][line["round"]][line["group"]] = machine
-            # what was measured after a group was also measured before the next one
+            # The probe after a group is also the one before the next group
             self.probes += [probe for probe in probes if probe not in self.probes]
             return
         engine = line["engine"]
@@ -120,7 +120,7 @@ class Record:
             self.versions[engine] = line["versions"]
             self.load_seconds[engine] = line["seconds"]
             self.loaded_rss[engine] = line["rss"]
-            # what an earlier try lacked may be there now
+            # The engine could not be loaded in an earlier attempt
             self.absent.pop(engine, None)
         elif "peak_rss" in line:
             self.peak_rss[engine] = max(line["peak_rss"], self.peak_rss.get(engine, 0))

@@ -1,4 +1,4 @@
-"""From the record to the rows of bench.json."""
+"""Computes the rows of bench.json from the record."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from kvloom.models.spec import ModelSpec
 
 Row = dict[str, Any]
 SKIPPED = {"prefill": "prefill", "ttft_cold": "cold", "ttft_warm": "warm", "shared": "shared"}
-"""Which kind of run a case stands and falls with."""
+"""The kind of run that each case needs."""
 
 MIB = 2**20
 
 
 def rows(variants: Sequence[Variant], record: Record, scale: Scale, rounds: int, spec: ModelSpec) -> list[Row]:
-    """A row for every engine and case, those of each engine's memory, or one that says why there are none.
+    """A row for every engine and case, and rows of each engine's memory; or one row with the reason why there are none.
 
-    The figure of a case is the median over the rounds; its share of the floor is the median of the rounds' shares, each
-    of the floor of the machine as it was then.
+    The figure of a case is the median over the rounds. Its share of the floor is the median of the rounds' shares, each
+    with the floor of the machine's rates in that round.
     """
     made: list[Row] = []
     machine = probe.median(machines(record))
@@ -44,14 +44,14 @@ def rows(variants: Sequence[Variant], record: Record, scale: Scale, rounds: int,
 
 
 def machines(record: Record) -> list[Machine]:
-    """The best beside each group, once for all engines that did it."""
+    """The best rates before and after each group, once for all engines that did it."""
     by_engine = record.machines.values()
     found = [machine for numbers in by_engine for groups in numbers.values() for machine in groups.values()]
     return list({id(machine): machine for machine in found}.values())
 
 
 def floor_rows(variants: Sequence[Variant], scale: Scale, machine: Machine, spec: ModelSpec) -> list[Row]:
-    """What the machine allows, for every precision among the variants."""
+    """The rows of the floors, for every precision of the variants."""
     precisions = [name for name in PRECISIONS if any(variant.precision == name for variant in variants)]
     return [
         {
@@ -66,7 +66,7 @@ def floor_rows(variants: Sequence[Variant], scale: Scale, machine: Machine, spec
 
 
 def seconds(variants: Sequence[Variant], record: Record) -> dict[str, dict[str, float]]:
-    """What a round of each engine takes: to load it, and all its cases."""
+    """The seconds of a round of each engine: to load it, and all its cases."""
     found: dict[str, dict[str, float]] = {}
     for variant in variants:
         rounds = [sum(map(sum, runs.values())) for runs in record.seconds[variant.name].values() if runs]
@@ -123,7 +123,7 @@ def _memory(variant: Variant, record: Record) -> list[Row]:
 
 
 def _same_first_tokens(record: Record, reference: str, engine: str) -> float | None:
-    """Share of the prompts whose answers begin as the reference's: near 1 where both have the same weights."""
+    """Share of the prompts whose answers begin like the reference's. It is near 1 if both have the same weights."""
     pairs = [
         pair
         for number, runs in record.first[engine].items()

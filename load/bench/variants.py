@@ -1,4 +1,4 @@
-"""What is measured: every engine with every setting, in one list."""
+"""The variants to measure: every engine with every setting, in one list."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,16 +10,16 @@ from bench.peers import OWN, Environment, model_path
 from kvloom.models.fetch import default_model
 
 KV_GIB = 1
-"""Memory for the cache that every engine gets, as far as it can be told. A round's tokens nearly fill it."""
+"""Memory of each engine's KV cache, if it can be set. A round's tokens nearly fill it."""
 
 SLOT_TOKENS = 2112
-"""Of each of llama.cpp's slots, for the longest case. With one cache for all, each query would look at all keys."""
+"""Tokens of each of llama.cpp's slots, for the longest case. With one shared cache, each query would read all keys."""
 
 TOKEN_KIB = 22.5
 """Memory of a token's keys and values in 16 bits."""
 
 PREFIX = "it has no prefix cache"
-OTHER_CASES = "left out: only streams of tokens differ"
+OTHER_CASES = "skipped: only streams of tokens differ"
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Variant:
     """An engine with its settings.
 
     Attributes:
-        name: in the table.
-        engine: module in ``bench.engines``.
-        precision: of its weights, a key of ``floors.PRECISIONS``.
-        model: what its driver loads.
-        options: passed to its driver.
-        environment: where its driver runs, see ``peers``.
-        most_streams: more prompts at once are left out.
-        skips: kinds of cases that it can't do, or that are left out, and why.
-        memory_gib: more than it was ever seen to take.
-        kv_gib: memory for its cache; None if it can't be told.
+        name: its name in tables.
+        engine: a module in ``bench.engines``.
+        precision: the precision of its weights, a key of ``floors.PRECISIONS``.
+        model: the model that its driver loads.
+        options: the options of its driver.
+        environment: the environment of its driver, see ``peers``.
+        max_streams: cases with more prompts at once are skipped.
+        skips: kinds of cases that are skipped, and the reasons.
+        memory_gib: an upper bound of its memory.
+        kv_gib: memory of its KV cache; None if it can't be set.
     """
 
     name: str
@@ -55,11 +55,11 @@ IN_PROCESS = {"bf16": "bf16", "int4": "q4_1", "int8": "int8_groups", "w8a8": "w8
 """kvloom's settings of ``weights``, and their precisions. The default file's 4-bit groups are Q4_1's."""
 
 OWN_NAME = "kvloom "
-"""How the names of all of kvloom's variants begin."""
+"""The beginning of the names of kvloom's variants."""
 
 ALONE = "kvloom bf16 in-process"
 DOORS = ("kvloom bf16 gRPC", "kvloom bf16 gRPC, 50 ms", "kvloom bf16 HTTP")
-"""The same engine behind Triton's doors; 50 ms is ``stream_interval_ms``."""
+"""The same engine behind Triton's endpoints. 50 ms is ``stream_interval_ms``."""
 
 
 def _kvloom(weights: str, name: str, engine: str, **more: Any) -> Variant:
@@ -86,20 +86,20 @@ def _openvino(name: str, precision: str, model: str, properties: Mapping[str, st
 
 def _llamacpp(name: str, precision: str, model: Path, max_streams: int = 64) -> Variant:
     binary = Environment("llamacpp").folder / "build" / "bin" / "llama-server"
-    # the binary does not know which version it was built from
+    # The binary does not know its version
     (pin,) = Environment("llamacpp").pins()
     version = "b" + pin.split("==")[1].split(".")[0]
     options = {"binary": str(binary), "slots": max_streams, "slot_tokens": SLOT_TOKENS, "version": version}
-    slow = "each of its slots computes the shared prefix anew, which takes minutes"
+    slow = "each of its slots computes the shared prefix again, which takes minutes"
     kv_gib = max_streams * SLOT_TOKENS * TOKEN_KIB / 2**20
     more: dict[str, Any] = {"skips": {"shared": slow}, "memory_gib": 1.3 + kv_gib, "kv_gib": kv_gib}
     return Variant(name, "llamacpp", precision, model, options, "llamacpp", max_streams, **more)
 
 
 def variants() -> list[Variant]:
-    """All of them, those with 16-bit weights first; the first is the one that others' tokens are compared with.
+    """All variants, those with 16-bit weights first. The tokens of all others are compared with those of the first.
 
-    Neighbours are in memory together as far as they fit, see ``together``: the fastest of the others come first.
+    Neighbours are in memory together if they fit, see ``together``.
     """
     llamacpp = Environment("llamacpp").folder
     bf16 = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
@@ -129,7 +129,7 @@ def variants() -> list[Variant]:
         ),
         _in_process("int4"),
         _in_process("w8a8"),
-        # keys and values stay in its own default then, 8 bits
+        # Keys and values have its default of 8 bits
         _openvino("OpenVINO GenAI int8", "int8", "model-int8", {}),
         _llamacpp("llama.cpp Q4_1", "q4_1", default_model(), max_streams=8),
         _llamacpp("llama.cpp Q4_0", "q4_0", llamacpp / "q4_0.gguf", max_streams=32),
@@ -137,15 +137,15 @@ def variants() -> list[Variant]:
 
 
 def about(variant: Variant) -> dict[str, Any]:
-    """What the results say of it: nothing that depends on where this machine keeps its files."""
+    """The variant's description in the results, without paths of this machine."""
     options = {key: value for key, value in variant.options.items() if key != "binary"}
     return {"name": variant.name, "precision": variant.precision, "model": variant.model.name, "options": options}
 
 
 def together(chosen: Sequence[Variant], memory_gib: float) -> list[list[Variant]]:
-    """Neighbours that fit into so much memory together; 16-bit weights apart from smaller ones.
+    """Split variants into parts of neighbours that fit into this memory together.
 
-    One that does not even fit alone is in none.
+    A part has either 16-bit weights or smaller ones. A variant that does not fit alone is in no part.
     """
     fitting = [variant for variant in chosen if variant.memory_gib <= memory_gib]
     parts: list[list[Variant]] = []

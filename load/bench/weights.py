@@ -1,4 +1,4 @@
-"""The default model as Hugging Face folders, for the peers: the same weights, dequantized once."""
+"""Writes the default model as Hugging Face folders for the peers: the same weights, dequantized once."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def write_folders() -> None:
-    """Write the folders ``bf16`` and ``fp32`` unless they are there; each appears complete or not at all."""
+    """Write the folders ``bf16`` and ``fp32`` unless they exist. A folder appears only when it is complete."""
     missing = [kind for kind in DTYPES if not model_path(kind).is_dir()]
     if not missing:
         return
@@ -42,7 +42,7 @@ def _write(file: GgufFile, folder: Path, dtype: torch.dtype) -> None:
 
 
 def llama_config(spec: ModelSpec, dtype: str) -> dict[str, object]:
-    """config.json of a Llama model without RoPE scaling, as old and new readers understand it."""
+    """The config.json of a Llama model without RoPE scaling, for old and new readers."""
     assert spec.family == "llama" and spec.rope_scaling is None and spec.tied_embeddings
     return {
         "architectures": ["LlamaForCausalLM"],

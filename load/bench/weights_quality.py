@@ -1,8 +1,8 @@
-"""What each setting of ``weights`` costs in quality: its logits of a text against those of fp32.
+"""Measures the loss of quality of each setting of ``weights``: compares its logits of a text with those of fp32.
 
     python load/bench/weights_quality.py --tokens 4096 --report build/reports/weights.json
 
-The text is the English of this repository, READMEs and docstrings: nothing that the calibration of w8a8 has seen.
+The text is the English text of this repository, READMEs and source files. The calibration of w8a8 does not use it.
 """
 
 import argparse
@@ -30,21 +30,21 @@ from kvloom.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 512
-"""Tokens that are computed together; each window begins anew."""
+"""Tokens that are computed together. Each window is a separate prompt."""
 
 BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Against fp32, over all positions.
+    """The comparison of a setting with fp32, over all positions.
 
     Attributes:
         weights: the setting.
         mib: size of the weights.
         kl: mean Kullback-Leibler divergence of the next token's distribution, in nats.
         kl_99: its 99th percentile.
-        top1: share of positions with the same likeliest token.
+        top1: share of positions with the same most likely token.
         loss: mean negative log likelihood of the text, minus that of fp32.
     """
 
@@ -57,7 +57,7 @@ class Quality:
 
 
 def text_windows(tokenizer: Tokenizer, tokens: int, window: int = WINDOW) -> list[list[int]]:
-    """The repository's English, in windows of token ids that each begin as a prompt does."""
+    """The repository's English text, in windows of token ids."""
     paths = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted((ROOT / "backend_src").rglob("*.py"))]
     text = "\n".join(path.read_text() for path in paths)
     ids = tokenizer.encode(text[: tokens * 8])[:tokens]
@@ -78,7 +78,7 @@ class Model:
 
     @torch.inference_mode()
     def log_probs(self, ids: list[int]) -> torch.Tensor:
-        """Log probabilities of each position's next token, fp32 [T, vocab]."""
+        """The log probabilities of each position's next token, fp32 [T, vocab]."""
         sequence = Sequence(Request(id="", prompt_ids=tuple(ids), params=SamplingParams(), arrival=0.0))
         sequence.blocks = list(range(WINDOW // BLOCK_SIZE))
         batch = build_batch([Slice(sequence, 0, len(ids))], BLOCK_SIZE)
@@ -87,7 +87,7 @@ class Model:
 
 
 class Comparison:
-    """Gathers how one setting differs from fp32."""
+    """Accumulates the differences between one setting and fp32."""
 
     def __init__(self) -> None:
         self._kl: list[torch.Tensor] = []
@@ -95,13 +95,13 @@ class Comparison:
         self._loss: list[torch.Tensor] = []
 
     def add(self, ids: list[int], truth: torch.Tensor, ours: torch.Tensor) -> None:
-        """Take in a window's log probabilities, fp32 [T, vocab]."""
+        """Add a window's log probabilities, fp32 [T, vocab]."""
         self._kl.append((truth.exp() * (truth - ours)).sum(-1))
         self._same.append(truth.argmax(-1) == ours.argmax(-1))
         self._loss.append((truth - ours)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
 
     def result(self, weights: str, size: int) -> Quality:
-        """The figures; ``size`` in bytes."""
+        """The figures. ``size`` is the size of the weights in bytes."""
         kl = torch.cat(self._kl)
         return Quality(
             weights=weights,
@@ -114,7 +114,7 @@ class Comparison:
 
 
 def measure(files: ModelFiles, tokenizer: Tokenizer, settings: list[str], windows: list[list[int]]) -> list[Quality]:
-    """Compare some settings with fp32."""
+    """Compare settings with fp32."""
     reference = Model(files, tokenizer, "fp32")
     models = {name: Model(files, tokenizer, name) for name in settings}
     comparisons = {name: Comparison() for name in settings}
@@ -126,7 +126,7 @@ def measure(files: ModelFiles, tokenizer: Tokenizer, settings: list[str], window
 
 
 def main() -> None:
-    """Measure, print, write the report."""
+    """Measure, print the figures and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a GGUF file or a Hugging Face folder; default: the default model")
     parser.add_argument("--weights", default="bf16,int8,int4,w8a8", help="settings to compare with fp32")

@@ -1,4 +1,4 @@
-"""The audit: every kernel compiled for every target, its machine code held against ``limits``."""
+"""The audit: compiles every kernel for every target and checks its machine code against ``limits``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Row:
     Attributes:
         kernel: its name.
         target: one of ``TARGETS``.
-        shape: the model and the step it was launched for first.
-        code: its machine code; None where it did not compile.
-        faults: what is wrong with it, in words; empty where it is fine.
+        shape: the model and the step of its first launch.
+        code: its machine code; None if it did not compile.
+        faults: the limits that it exceeds, as text; empty if it keeps all.
     """
 
     kernel: str
@@ -34,11 +34,11 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether it keeps to its limits."""
+        """Whether the kernel keeps its limits."""
         return not self.faults
 
     def values(self) -> dict[str, Any]:
-        """The row for programs."""
+        """The row as a dict."""
         code = self.code
         figures = (
             {}
@@ -68,7 +68,7 @@ class Row:
 def audit(
     works: Iterable[Work], targets: Iterable[str] = TARGETS, limits: dict[str, DeviceLimits] = LIMITS
 ) -> list[Row]:
-    """Compile what the works launch and judge it. A kernel that several works launch alike comes once per target."""
+    """Compile and check the kernels of these works. A kernel of several works appears once per target."""
     rows: list[Row] = []
     seen: set[tuple[str, str]] = set()
     with triton_everywhere():
@@ -76,7 +76,7 @@ def audit(
             for target in targets:
                 try:
                     kernels = compiled(TARGETS[target], work.launch)
-                except Exception as error:  # noqa: BLE001 a kernel that does not compile is a finding, like others
+                except Exception as error:  # noqa: BLE001 a kernel that does not compile is a finding
                     rows.append(Row("?", target, work.shape, None, [f"does not compile: {error}"[:500]]))
                     continue
                 for name, kernel in kernels:
@@ -90,13 +90,13 @@ def audit(
 
 
 def faults(code: MachineCode, target: str, limits: DeviceLimits) -> list[str]:
-    """What a kernel's machine code is at fault with, in words."""
+    """The limits that a kernel's machine code exceeds, as text."""
     found = []
     if code.spills or code.stack:
         found.append(f"spills: {code.spills} instructions, a stack of {code.stack} bytes")
     if code.shared > SHARED_LIMIT[target]:
         found.append(f"shared memory: {code.shared} bytes of {SHARED_LIMIT[target]}")
-    # on AMD, direct-to-LDS and buffer loads of a wave are counted otherwise: compiled, spills and memory are judged
+    # On AMD only compilation, spills and memory are checked, because direct-to-LDS and buffer loads count differently
     if target.startswith("gfx"):
         return found
     if limits.wide is not None and code.wide_share < limits.wide:
@@ -109,12 +109,12 @@ def faults(code: MachineCode, target: str, limits: DeviceLimits) -> list[str]:
 
 
 def meta() -> dict[str, Any]:
-    """What the figures were made with."""
+    """The versions that the figures were measured with."""
     return {"triton": triton.__version__, "targets": list(TARGETS)}
 
 
 def print_table(rows: list[Row], console: Console) -> None:
-    """Print the rows for people, the faulty ones last."""
+    """Print the rows as a table, with failed ones last."""
     table = Table(title="kernel audit")
     table.add_column("kernel", no_wrap=True)
     table.add_column("target")

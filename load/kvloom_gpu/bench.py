@@ -1,4 +1,4 @@
-"""Timing: graph replays between events on a GPU; the wall clock where the same code runs dry on a CPU."""
+"""Timing: graph replays between events on a GPU, or the wall clock in a dry run on a CPU."""
 
 import statistics
 import time
@@ -13,8 +13,8 @@ class Clock:
     """Times work on a device.
 
     Args:
-        device: a GPU, or the CPU for a dry run, whose times mean nothing.
-        repeats: the median of so many is taken.
+        device: a GPU, or the CPU for a dry run, whose times are meaningless.
+        repeats: number of repetitions. The median counts.
     """
 
     def __init__(self, device: torch.device, repeats: int):
@@ -22,9 +22,9 @@ class Clock:
         self._repeats = repeats
 
     def seconds(self, works: Sequence[Work]) -> float:
-        """Time of one of ``works``, which do the same with different inputs, so that no cache serves them twice.
+        """The time of one of ``works``, which do the same with different inputs, so that no input is in a cache.
 
-        They are recorded into one graph and replayed; nothing of the host is in the time.
+        They are recorded into one graph and replayed, so the time does not include the host.
         """
         if self._device.type != "cuda":
             return self._by_wall(works) / len(works)
@@ -41,7 +41,7 @@ class Clock:
         return self.launched_seconds(graph.replay) / len(works)
 
     def launched_seconds(self, work: Work) -> float:
-        """Time on the device of what ``work`` launches, as it is launched."""
+        """The time on the device of the kernels that ``work`` launches, without a graph."""
         if self._device.type != "cuda":
             return self._by_wall([work])
         times = []
@@ -55,7 +55,7 @@ class Clock:
         return statistics.median(times)
 
     def waited_seconds(self, work: Work) -> float:
-        """Time on the host from the call to its end, the device's work included."""
+        """The time on the host from the call to its end, including the device's work."""
         self._wait()
         times = []
         for _ in range(self._repeats):

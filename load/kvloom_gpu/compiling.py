@@ -1,4 +1,4 @@
-"""Compile, without a GPU, exactly what the ops launch."""
+"""Compiles exactly the kernels that the ops launch, without a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-"""What is compiled for: A100; H100 and H200; B200; MI300."""
+"""The targets: A100; H100 and H200; B200; MI300."""
 
 
 class _NoDevice:
-    """Stands in for triton's driver: knows the target and has no device."""
+    """Replaces triton's driver: has a target but no device."""
 
     def __init__(self, target: GPUTarget):
         self._target = target
@@ -29,7 +29,7 @@ class _NoDevice:
         return self._target
 
     def get_current_device(self) -> tuple[str, int | str]:
-        # triton keeps one compiler per device id; so each target is a device of its own
+        # triton keeps one compiler per device id, so each target has its own device id
         return self._target.backend, self._target.arch
 
     def get_current_stream(self, device: object) -> int:
@@ -40,7 +40,7 @@ class _NoDevice:
 
 
 class _NothingEmpty(TorchFunctionMode):
-    """New tensors hold zeros."""
+    """Let new tensors contain zeros."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -50,13 +50,12 @@ class _NothingEmpty(TorchFunctionMode):
 def compiled(target: GPUTarget, work: Callable[[], object]) -> list[tuple[str, Any]]:
     """Run ``work`` with every launch of a Triton kernel compiled for ``target`` instead.
 
-    Nothing is computed: what a launch would have written stays as it was, and is 0 where it is new, so that torch can
-    work with it. The arguments, and with them dtypes,
-    divisibility of strides and alignment of pointers, are those that the ops give.
+    Nothing is computed: tensors that a launch would write keep their values, and new tensors are 0, so that torch can
+    use them. The arguments are those of the ops, including dtypes, divisibility of strides and alignment of pointers.
 
     Args:
         target: one of ``TARGETS``.
-        work: calls ops with tensors on the CPU, which have been told to run Triton everywhere.
+        work: calls ops with tensors on the CPU; ``use_triton_everywhere`` must be on.
 
     Returns:
         Name and triton's ``CompiledKernel`` of every launch, in order.

@@ -1,4 +1,4 @@
-"""Correctness: each op on fresh random inputs against float64, its memory poisoned before."""
+"""Correctness: compares each op with float64 on new random inputs, in memory that was filled with NaN."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from kvloom_gpu.launches import BLOCK_SIZE, Shape
 from kvloom_gpu.sizes import Sizes
 
 LIMIT = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-"""Largest |result - reference| / |reference| of a result of that dtype; of fp32, sums in another order."""
+"""The maximum of |result - reference| / |reference| for a result's dtype. For fp32 it allows another order of sums."""
 
 EPS = 1e-5
 
@@ -35,14 +35,14 @@ def rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
             yield from _pointwise(sizes, shape, dtype)
             yield from _rope(sizes, shape, dtype)
             yield from _attention(sizes, shape, dtype)
-    # a server's activations beside quantized weights
+    # A server's activations with quantized weights
     yield from _quantized(sizes, sizes.checked[0][0])
     yield from _sampling(sizes)
     yield from _blocks(sizes)
 
 
 def poison(device: torch.device) -> None:
-    """Fill memory with NaN and give it back: what an op allocates next and does not write shows."""
+    """Fill memory with NaN and free it, so that numbers which an op does not write are NaN."""
     if device.type == "cuda":
         for size in (1 << 17, 1 << 20, 1 << 26):
             held = [torch.full((size,), torch.nan, device=device) for _ in range(8)]
@@ -54,7 +54,7 @@ def _row(
 ) -> dict[str, Any]:
     limit = LIMIT[result.dtype] if limit is None else limit
     error = float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-    # a NaN is no number below the limit
+    # NaN is not below the limit
     return {"check": check, "shape": shape, "error": error, "limit": limit, "ok": error <= limit}
 
 
@@ -88,7 +88,7 @@ def _pointwise(sizes: Sizes, shape: Shape, dtype: torch.dtype) -> Iterator[dict[
 
 
 def _quantized(sizes: Sizes, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Products with weights of 8 and 4 bits, at a shape that fills no block."""
+    """Products with weights of 8 and 4 bits, at a shape that is no multiple of a block."""
     device, out_features, in_features = sizes.device, 3 * sizes.chunk + 2, sizes.long + 2 * BLOCK_SIZE
     for bits, group, kind in ((8, 32, ""), (4, 32, ""), (4, 32, " and minima"), (4, 128, " and minima")):
         values = torch.randint(0, 256, (out_features, in_features), device=device, dtype=torch.uint8)
@@ -153,7 +153,7 @@ def _one_attention(
     counts, lengths = [count for count, _ in batch], [length for _, length in batch]
     needed = [-(-length // BLOCK_SIZE) for length in lengths]
     k_cache, v_cache = _caches(sizes, shape, dtype, sum(needed) + 3)
-    # what no one may read is NaN
+    # Unused memory is NaN
     k_cache.fill_(torch.nan), v_cache.fill_(torch.nan)
     free = torch.randperm(len(k_cache)).tolist()
     tables = torch.zeros(len(batch), -(-max(needed) // 16) * 16, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Everything an engine launches, at real models' shapes: its decoder and sampler as they are, without products."""
+"""All launches of an engine at real models' shapes: its decoder and sampler, without matrix products."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model's shape the kernels depend on; ``intermediate`` is kept small, they don't depend on it."""
+    """The parts of a model's shape that affect the kernels. ``intermediate`` does not and is small."""
 
     n_heads: int
     n_kv_heads: int
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Width of a head, and how many query heads share a KV head."""
+        """The width of a head, and how many query heads share a KV head."""
         return f"D{self.head_dim} G{self.n_heads // self.n_kv_heads}"
 
     def spec(self, layers: int = 1, vocab: int = 32_000, context: int = CONTEXT) -> ModelSpec:
@@ -65,16 +65,16 @@ SHAPES = (
     Shape(64, 8, 64, 4096),
     Shape(64, 8, 128, 8192),  # Llama 3.1 70B
 )
-"""Heads of 64 and 128, with 3, 4 and 8 query heads for a KV head."""
+"""Heads of 64 and 128, with 3, 4 and 8 query heads per KV head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something to launch.
+    """Work that launches kernels.
 
     Attributes:
-        shape: of the model and the step, in words.
-        launch: does it, once ``use_triton_everywhere`` is on.
+        shape: the shape of the model and the step, as text.
+        launch: launches the kernels; ``use_triton_everywhere`` must be on.
     """
 
     shape: str
@@ -82,7 +82,7 @@ class Work:
 
 
 def works(shapes: tuple[Shape, ...] = SHAPES, dtype: torch.dtype = torch.bfloat16) -> list[Work]:
-    """Decode steps of 1, 16 and 256 sequences as they are recorded, a prefill, and a prefill beside decodes."""
+    """Recorded decode steps of 1, 16 and 256 sequences, a prefill, and a prefill together with decodes."""
     found = []
     for shape in shapes:
         step = _step(shape, dtype)
@@ -104,7 +104,7 @@ def triton_everywhere(on: bool = True) -> Iterator[None]:
 
 
 class _NoProduct:
-    """In a product's place, where only its result's shape matters."""
+    """Replaces a product if only the shape of its result matters."""
 
     def __init__(self, weight: torch.Tensor, *_: object):
         self._out_features = weight.shape[0]
@@ -124,7 +124,7 @@ def _step(shape: Shape, dtype: torch.dtype) -> GpuStep:
 
 
 def _run(step: GpuStep, counts: list[int]) -> None:
-    """A step of chunks of so many tokens, all of whose sequences have a token sampled."""
+    """A step of chunks of these sizes, which samples a token for every sequence."""
     sequences, tokens = len(counts), sum(counts)
     starts = torch.tensor([0, *counts]).cumsum(0)
     batch = Batch(

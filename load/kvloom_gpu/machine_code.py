@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code says about its speed, for NVIDIA and AMD."""
+"""Analyzes the speed of a compiled kernel's machine code, for NVIDIA and AMD."""
 
 import re
 import subprocess
@@ -13,10 +13,10 @@ import triton
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 BYTES_PER_CLOCK = 4.3e12 / 132 / 1.755e9
-"""What one of an H200's 132 multiprocessors gets from memory in a clock: 4.3 TB/s measured by a copy, at 1.755 GHz."""
+"""Bytes per clock that each of an H200's 132 multiprocessors reads from memory: 4.3 TB/s of a copy, at 1.755 GHz."""
 
 _SCHEDULERS = 4
-"""Instructions that a multiprocessor issues in a clock."""
+"""Instructions that a multiprocessor issues per clock."""
 
 _MMA = {"UTC": r"UTC\w*MMA", "HGMMA": r"HGMMA", "HMMA": r"HMMA", "IMMA": r"IMMA", "MFMA": r"v_mfma\w*"}
 """Matrix instructions, the strongest first: Blackwell's, Hopper's, the older ones of fp16/bf16 and of int8; AMD's."""
@@ -28,17 +28,17 @@ _AMD_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """A kernel's machine code in figures.
+    """Figures of a kernel's machine code.
 
     Attributes:
         regs: registers of a thread.
         spills: instructions that spill registers to memory or read them back.
-        stack: bytes of memory that a thread has as a stack.
+        stack: bytes of a thread's stack in memory.
         shared: bytes of shared memory.
-        loads: loads from global memory by width in bits, in the main loop, or in all where there is no loop; TMA is
-            counted as 128.
+        loads: number of loads from global memory by width in bits, in the main loop, or in the whole kernel if it has
+            no loop. TMA counts as 128.
         mma: the matrix instruction in use, or None.
-        loop: instructions of the main loop; 0: there is none, or they are not counted (AMD).
+        loop: instructions of the main loop; 0 if there is no loop or they are not counted (AMD).
     """
 
     regs: int
@@ -51,21 +51,21 @@ class MachineCode:
 
     @property
     def loads_128(self) -> int:
-        """How many loads are as wide as can be."""
+        """The number of loads with the maximum width."""
         return self.loads[128]
 
     @property
     def wide_share(self) -> float:
-        """Share of the bytes loaded that comes by loads of 128 bits."""
+        """Share of the loaded bytes that come from loads of 128 bits."""
         everything = sum(bits * count for bits, count in self.loads.items())
         return 128 * self.loads_128 / everything if everything else 0.0
 
     @property
     def issue_util(self) -> float | None:
-        """Share of an H200's issue slots that the main loop takes while it streams at the copy's bandwidth.
+        """Share of an H200's issue slots that the main loop uses at the bandwidth of a copy.
 
         A thread issues ``loop`` instructions for ``loads_128`` times 16 bytes; above about 0.7 a kernel does not reach
-        the bandwidth. None: there is no such loop.
+        the bandwidth. None if there is no such loop.
         """
         if not self.loop or not self.loads_128:
             return None
@@ -74,7 +74,7 @@ class MachineCode:
 
 
 def read(kernel: Any) -> MachineCode:
-    """Figures of a triton ``CompiledKernel``."""
+    """The figures of a triton ``CompiledKernel``."""
     shared = kernel.metadata.shared
     return _nvidia(kernel.asm["cubin"], shared) if "cubin" in kernel.asm else _amd(kernel.asm["amdgcn"], shared)
 
@@ -119,7 +119,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def _parse(text: str, label: str, instruction: str) -> tuple[list[str], dict[str, int]]:
-    """Instructions in order, and the place of each label among them."""
+    """The instructions in order, and the position of each label."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -132,7 +132,7 @@ def _parse(text: str, label: str, instruction: str) -> tuple[list[str], dict[str
 
 
 def _main_loop(code: list[str], labels: dict[str, int], branch: str, bits: Any) -> list[str]:
-    """The loop that loads most; of loops in one another the innermost that does. Empty where there is none."""
+    """The loop that loads most, the innermost of nested ones. Empty if there is no loop."""
     loops = []
     for end, line in enumerate(code):
         match = re.search(branch, line)

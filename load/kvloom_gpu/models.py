@@ -16,10 +16,10 @@ def random_decoder(
     """A model whose activations stay of order one.
 
     Args:
-        spec: its shape.
-        dtype: of its weights.
-        device: where it goes.
-        made_on: where the numbers are drawn; what a seed gives differs between devices.
+        spec: the model's shape.
+        dtype: the dtype of its weights.
+        device: the device of the model.
+        made_on: the device that draws the random numbers, which depend on it; None for ``device``.
     """
     made_on = device if made_on is None else made_on
     generator = torch.Generator(made_on).manual_seed(0)
@@ -31,7 +31,7 @@ def random_decoder(
 
 
 def storage_for(spec: ModelSpec, dtype: torch.dtype, blocks: int, device: torch.device) -> Storage:
-    """A cache of so many blocks."""
+    """A cache with this number of blocks."""
     geometry = BlockGeometry(spec.n_layers, spec.n_kv_heads, spec.head_dim, BLOCK_SIZE)
     return Storage(PlainCodec(dtype), geometry, blocks, device)
 
@@ -67,6 +67,6 @@ def batch_of(tokens: list[list[int]], ends: list[int], tables: list[list[int]]) 
 
 
 def greedy_draws(rows: int) -> SamplingTensors:
-    """Take the likeliest token of each row."""
+    """Take the most likely token of each row."""
     zeros, ones = torch.zeros(rows), torch.ones(rows)
     return SamplingTensors(zeros, zeros, ones.long(), ones, zeros.double())

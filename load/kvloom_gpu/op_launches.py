@@ -1,4 +1,4 @@
-"""What the ops beside attention launch, at real shapes: products with quantized weights, choosing tokens."""
+"""The launches of all ops except attention, at real shapes: products with quantized weights, sampling, small ops."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def op_works() -> list[Work]:
     works += [Work(f"silu {width}", partial(_silu, width)) for width in (1536, 14_336)]
     works += [Work(f"pick {vocab}", partial(_pick, vocab)) for vocab in VOCABULARIES]
     works += [Work("greedy 128256", _greedy)]
-    # each number of rows that a program takes; and in_features that fill no block
+    # Each number of rows per program, and in_features that are no multiple of a block
     for out_features, in_features, rows in (*((4096, 4096, rows) for rows in (1, 16, 32, 64, 512)), (1536, 576, 1)):
         for bits, group, minima in ((8, 32, False), (4, 32, False), (4, 32, True), (4, 128, False), (4, 128, True)):
             shape = f"{in_features} to {out_features}, {rows} rows"

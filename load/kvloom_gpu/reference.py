@@ -1,4 +1,4 @@
-"""What the kernels should compute, in float64 and the plainest way; independent of the ops."""
+"""A simple reference for the kernels in float64, independent of the ops."""
 
 import torch
 
@@ -50,7 +50,7 @@ def attention(
 def draw(
     scores: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float, uniform: float
 ) -> tuple[int, bool]:
-    """The token of one row of scores, and whether rounding could make it another one."""
+    """The token of one row of scores, and whether rounding could change it."""
     vocab = len(scores)
     if temperature == 0:
         best = scores.double().topk(2).values

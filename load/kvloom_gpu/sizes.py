@@ -1,4 +1,4 @@
-"""How large the GPU check is: for an H200, or for a dry run on a CPU."""
+"""The sizes of the GPU check: for an H200, or for a dry run on a CPU."""
 
 from dataclasses import dataclass
 
@@ -12,26 +12,26 @@ DRY = Shape(6, 2, 16, 48, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is checked and timed.
+    """The sizes of all checks and timings.
 
     Attributes:
-        device: where.
+        device: the device.
         checked: dtypes of activations and cache, each with the models whose ops are checked in it.
-        long: longest sequence in a correctness check.
-        chunk: tokens of the longest prefill chunk in one.
+        long: length of the longest sequence in a correctness check.
+        chunk: tokens of the longest prefill chunk in a correctness check.
         sampled: rows of the sampler's checks.
-        vocab: of the sampler's checks and of the timed model.
-        copy_bytes: of the copy whose bandwidth is the measure.
-        model: the timed model.
-        layers: its layers.
+        vocab: vocabulary of the sampler's checks and of the timed model.
+        copy_bytes: bytes of the copy that measures the bandwidth.
+        model: the shape of the timed model.
+        layers: the number of its layers.
         decodes: (sequences, tokens of each) of timed decode steps.
         prefills: (tokens of the chunk, tokens before it) of timed prefill attention.
-        pool_share: of the free memory, for the timed model's cache.
-        repeats: times that a measurement is repeated.
+        pool_share: share of the free memory for the timed model's cache.
+        repeats: how often a measurement is repeated.
         toy: the shape of the model whose tokens are compared.
-        toy_sequences: how many at once; one less than a graph is recorded for.
-        toy_tokens: how many are generated for each.
-        peers: whether torch's own attention is timed beside.
+        toy_sequences: its sequences at once, one less than in a recorded graph.
+        toy_tokens: generated tokens of each sequence.
+        peers: whether torch's attention is timed, too.
     """
 
     device: torch.device
@@ -54,10 +54,10 @@ class Sizes:
 
 
 def h200(device: torch.device) -> Sizes:
-    """For a GPU with some 140 GB."""
+    """The sizes for a GPU with 140 GB."""
     return Sizes(
         device=device,
-        # every variant of a kernel is compiled there, which takes about a second
+        # Each variant of a kernel takes about a second to compile
         checked=((torch.bfloat16, SHAPES), (torch.float32, SHAPES[::3])),
         long=8192,
         chunk=512,
@@ -78,7 +78,7 @@ def h200(device: torch.device) -> Sizes:
 
 
 def dry() -> Sizes:
-    """The same code on a CPU, in triton's interpreter, in seconds."""
+    """The sizes for a dry run on a CPU in triton's interpreter, which takes seconds."""
     return Sizes(
         device=torch.device("cpu"),
         checked=((torch.float32, (DRY,)),),

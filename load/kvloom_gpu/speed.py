@@ -1,4 +1,4 @@
-"""Speed of single kernels: as a share of the bandwidth that a copy reaches, beside torch's own on the same shapes."""
+"""Speed of single kernels: as a share of a copy's bandwidth, and compared with torch's kernels on the same shapes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +22,7 @@ from kvloom_gpu.models import greedy_draws, storage_for
 from kvloom_gpu.sizes import Sizes
 
 COLD_BYTES = 256 << 20
-"""Inputs are rotated through at least so much memory: several times the L2 cache."""
+"""Inputs rotate through at least this much memory, several times the L2 cache."""
 
 
 @torch.inference_mode()
@@ -39,7 +39,7 @@ def rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str, Any
 
 
 def _layers(sizes: Sizes, dtype: torch.dtype, tokens: int) -> tuple[list[LayerCache], int]:
-    """Caches of ``tokens`` tokens each, random; as many layers as keep them out of the L2 cache, and their blocks."""
+    """Random caches of ``tokens`` tokens each, in more layers than fit into the L2 cache, and their block count."""
     shape = sizes.model
     token_bytes = 2 * shape.n_kv_heads * shape.head_dim * dtype.itemsize
     count = 1
@@ -88,7 +88,7 @@ def _decode(
 
 
 def _sdpa_decode(sizes: Sizes, clock: Clock, dtype: torch.dtype, count: int, length: int) -> float:
-    """torch's attention over a cache that is contiguous: without the work that pages are."""
+    """torch's attention over a contiguous cache, without the work of paging."""
     device, shape = sizes.device, sizes.model
     size = 2 * count * length * shape.n_kv_heads * shape.head_dim * dtype.itemsize
     sets = max(1, min(8, COLD_BYTES // size)) if device.type == "cuda" else 1
@@ -140,7 +140,7 @@ def _prefill(sizes: Sizes, clock: Clock, dtype: torch.dtype, chunk: int, before:
 
 
 def _flex(clock: Clock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """FlexAttention, compiled, of the last queries of a sequence, each of which sees what comes before it."""
+    """Compiled FlexAttention of a sequence's last queries with a causal mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     chunk, length = q.shape[2], k.shape[2]
@@ -151,7 +151,7 @@ def _flex(clock: Clock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> fl
 
 
 def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
-    """What stands between the products of a decode step of ``count`` sequences; too little data to be hot or cold."""
+    """The ops between the products of a decode step of ``count`` sequences. Caches do not matter for them."""
     device, shape, size = sizes.device, sizes.model, dtype.itemsize
     hidden, mlp = shape.hidden, shape.intermediate
     residual = torch.randn(count, hidden, device=device)
@@ -188,7 +188,7 @@ def _small(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, cou
 
 
 def _products(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, count: int) -> Iterator[dict[str, Any]]:
-    """The largest product of a layer, with weights as they are and of 8 and 4 bits; several weights, for the cache."""
+    """The largest product of a layer, with bf16, 8-bit and 4-bit weights. Several weights, so that none is cached."""
     device, width = sizes.device, sizes.model.hidden
     out_features = 2 * sizes.model.intermediate
     x = torch.randn(count, width, device=device).to(dtype)
@@ -220,8 +220,8 @@ def _products(sizes: Sizes, clock: Clock, bandwidth: float, dtype: torch.dtype, 
 
 
 def _peer(name: str, measure: Callable[[], float]) -> dict[str, Any]:
-    """A peer's time; a peer that fails takes no row of ours with it, and says why."""
+    """A peer's time. If the peer fails, its row has the reason."""
     try:
         return {f"{name}_us": measure() * 1e6}
-    except Exception as error:  # noqa: BLE001 not ours to mend
+    except Exception as error:  # noqa: BLE001 a peer's error must not end the check
         return {f"{name}_error": str(error)[:200]}

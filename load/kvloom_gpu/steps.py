@@ -18,7 +18,7 @@ from kvloom_gpu.sizes import Sizes
 
 
 def toy_rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Greedy tokens of a random fp32 model: with graphs, without, and of the torch ops on the CPU."""
+    """Compare a random fp32 model's greedy tokens with graphs, without graphs, and with the torch ops on the CPU."""
     spec, device = sizes.toy.spec(layers=2, vocab=min(sizes.vocab, 512)), sizes.device
     with triton_everywhere(False):
         expected = _generate(sizes, random_decoder(spec, torch.float32, CPU), None, CPU)
@@ -46,7 +46,7 @@ def _recorder(device: torch.device) -> Record:
 
 
 def _generate(sizes: Sizes, decoder: Decoder, record: Record | None, device: torch.device) -> list[list[int]]:
-    """Prompts in two chunks each, beside others' decodes; then decodes together."""
+    """Compute prompts in two chunks together with other sequences' decodes, then decode all together."""
     count = sizes.toy_sequences
     prompts = [[(7 * i + 3 * j) % 200 for j in range(9 + 2 * i)] for i in range(count)]
     most = max(map(len, prompts)) + sizes.toy_tokens + 2 * count
@@ -59,7 +59,7 @@ def _generate(sizes: Sizes, decoder: Decoder, record: Record | None, device: tor
     known, computed = [list(prompt) for prompt in prompts], [0] * count
 
     def advance(limits: dict[int, int]) -> None:
-        """Compute up to so many tokens of some sequences."""
+        """Compute some sequences up to these numbers of tokens."""
         parts = {i: known[i][computed[i] : computed[i] + limit] for i, limit in limits.items()}
         ends = {i: computed[i] + len(part) for i, part in parts.items()}
         batch = batch_of(list(parts.values()), list(ends.values()), [tables[i] for i in parts])
@@ -78,10 +78,10 @@ def _generate(sizes: Sizes, decoder: Decoder, record: Record | None, device: tor
 
 @torch.inference_mode()
 def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Decode steps of a large random model in bf16, as graphs: time on the device, and with all of the host's part.
+    """Time decode steps of a large random model in bf16, as graphs: on the device, and including the host.
 
-    The floor is the time that reading weights and cache once takes at the copy's bandwidth. Sequences share blocks
-    where the cache does not fit; at these sizes no block is still in the L2 cache when it comes again.
+    The floor is the time to read weights and cache once at the copy's bandwidth. Sequences share blocks if the cache
+    does not fit into memory. At these sizes no block is still in the L2 cache when it is read again.
     """
     device = sizes.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -95,7 +95,7 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
     blocks = min(needed, int(free * sizes.pool_share) // block_bytes) if free else needed
     storage = storage_for(spec, dtype, blocks, device)
     if device.type == "cuda":
-        # not zeros: they cost less power and time
+        # Not zeros, which need less power and time
         for layer in storage.layers:
             for cache in layer:
                 cache.normal_()
@@ -130,7 +130,7 @@ def step_rows(sizes: Sizes, clock: Clock, bandwidth: float) -> Iterator[dict[str
 
 
 def _product_weights(spec: ModelSpec) -> int:
-    """Weights that a step multiplies with: every layer's products and the head; the embedding's few rows are not."""
+    """The number of weights that a step multiplies: every layer's products and the head, but not the embedding."""
     shapes = tensor_shapes(spec)
     head = math.prod(shapes["embed_tokens.weight"])
     return head + sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_proj.weight"))

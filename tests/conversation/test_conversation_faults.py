@@ -6,22 +6,8 @@ import pytest
 
 from kvloom.engine.answer import AnswerBuilder
 from kvloom.errors import Internal, Unavailable
-from support.engine_driver import Driver
 from support.talks import talks
-from support.tiny_models import make_tiny
 from support.tiny_server import tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def stateless(model):
-    """Answers to whole histories: the reference for every conversation."""
-    driver = Driver(model, kv_blocks=256, prefix_cache="false")
-    return lambda ids, **params: driver.answer(ids, **{"max_tokens": 8, **params}).ids
 
 
 def test_a_failed_turn_leaves_the_conversation_as_it_was(model, stateless):

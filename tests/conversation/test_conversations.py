@@ -7,22 +7,10 @@ from transformers import AutoTokenizer
 
 from kvloom.errors import Cancelled, InvalidArgument, NotFound, Unavailable
 from kvloom.request import FinishReason
-from support.engine_driver import Driver
-from support.talks import ALWAYS_SWAP, NEVER_SWAP, talks
+from support.block_rig import ALWAYS_SWAP, NEVER_SWAP
+from support.talks import talks
 from support.tiny_models import make_tiny
 from support.tiny_server import tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def stateless(model):
-    """Answers to whole histories: the reference for every conversation."""
-    driver = Driver(model, kv_blocks=256, prefix_cache="false")
-    return lambda ids, **params: driver.answer(ids, **{"max_tokens": 8, **params}).ids
 
 
 def test_a_turn_computes_only_what_is_new(model, stateless):

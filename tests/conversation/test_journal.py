@@ -16,23 +16,11 @@ from kvloom.conversation.journal import Journal
 from kvloom.conversation.registry import Conversation
 from kvloom.errors import SettingsError
 from kvloom.request import FinishReason
-from support.engine_driver import Driver
 from support.talks import Talks
 from support.tiny_models import make_tiny
 from support.tiny_server import tokens
 
 MODEL = "a hash of the tokenizer"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def stateless(model):
-    driver = Driver(model, kv_blocks=256, prefix_cache="false")
-    return lambda ids: driver.answer(ids, max_tokens=8).ids
 
 
 def killed(folder: Path, to: Path) -> Path:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvloom.text.special_tokens import ChatText
 from support.running import Heard, Running
 from support.talks import Talks
 from support.tiny_models import make_tiny
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,6 @@ def running(model: Path) -> Iterator[Running]:
     yield made
     made.engine_thread.stop()
     talks.engine.check_invariants()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def wait_for_more(heard: Heard) -> None:

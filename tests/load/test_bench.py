@@ -230,7 +230,7 @@ def test_a_benchmark_stops_before_memory_runs_out(monkeypatch, tmp_path):
         run.run([tiny, grpc])
     # what was measured until then is kept, and an engine that can't fit is told
     assert {name for name, samples in record.seconds[ALONE][0].items() if samples} == {"one/1", "all/1"}
-    assert record.absent == {grpc.name: "it may take 2.0 GiB of memory, and 1.9 are there for engines"}
+    assert record.absent == {grpc.name: "it may need 2.0 GiB of memory, but engines may use 1.9 GiB"}
 
 
 def test_a_step_is_profiled(monkeypatch, tmp_path):
@@ -243,7 +243,7 @@ def test_a_step_is_profiled(monkeypatch, tmp_path):
     )
     heard: list[str] = []
     profiles = profile_step.profile(settings, [2], heard.append)
-    assert heard == ["steps of 2 streams, op by op", "steps of 2 streams, as it is served"]
+    assert heard == ["steps of 2 streams, op by op", "steps of 2 streams, replayed"]
     # all steps but those of the prompts; one fewer gives both a token if the second prompt came a step later
     [one] = profiles
     assert {one.by_op.steps, one.replayed.steps} <= {4, 5}

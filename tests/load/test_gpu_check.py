@@ -51,6 +51,4 @@ def test_a_dry_run_finds_everything_right(tmp_path):
 def test_without_a_gpu_it_says_so():
     done = run()
     assert done.returncode == 2
-    assert done.stderr.endswith(
-        f"torch sees no GPU; on a CPU the same code runs with: {sys.executable} {CHECK} --dry\n"
-    )
+    assert done.stderr.endswith(f"torch finds no GPU; to run the same code on a CPU: {sys.executable} {CHECK} --dry\n")

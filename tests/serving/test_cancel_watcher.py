@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from kvloom.serving import cancel_watcher
 from kvloom.serving.cancel_watcher import MAX_LOOKS, CancelWatcher
+from support.waiting import wait_until
 
 
 class Stream:
@@ -30,13 +30,6 @@ def watcher() -> Iterator[CancelWatcher]:
     made = CancelWatcher()
     yield made
     made.stop()
-
-
-def wait_until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_thousand_streams_cost_no_more_than_a_hundred(watcher):

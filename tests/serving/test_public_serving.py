@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -19,6 +18,7 @@ from kvloom_client import Client, wire
 from kvloom_client.request import build_request
 from support.server import REFERENCE, SETTINGS, assert_idle, canary, metrics
 from support.tiny_models import edit_tensors, make_tiny, to_gguf
+from support.tiny_server import serve_folder
 
 FAIL_AFTER = 5
 
@@ -36,15 +36,6 @@ def healthy(one_slot: Server) -> Iterator[None]:
     yield
     canary(one_slot)
     assert_idle(one_slot)
-
-
-@contextmanager
-def serve(model: Path) -> Iterator[Client]:
-    """A server of a tiny model; idle at the end."""
-    settings = {"model": str(model), "weights": "fp32", "kv_blocks": "64", "block_size": "16", "threads": "1"}
-    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server, Client(server.grpc_url) as client:
-        yield client
-        assert_idle(server)
 
 
 # H17
@@ -164,7 +155,7 @@ TEXTS = ["  two spaces", "crème brûlée", "a 😀 b", "if x:\n    return 12", 
 
 def answers(model: Path) -> list[tuple[int, tuple[int, ...]]]:
     """(tokens of the prompt, greedy ids) for each text, from a server of this model."""
-    with serve(model) as client:
+    with serve_folder(model) as client:
         got = [client.generate(text_input=text, max_tokens=16, temperature=0.0, ignore_eos=True) for text in TEXTS]
         again = client.generate(text_input=TEXTS[0], max_tokens=16, temperature=0.0, ignore_eos=True)
         assert again.token_ids == got[0].token_ids
@@ -183,7 +174,7 @@ def test_h24_gguf_and_safetensors_give_the_same_answers(tmp_path):
 def test_h24_qwen2_is_refused_by_name(tmp_path, kind):
     folder = make_tiny(tmp_path / "hf", family="qwen2")
     model = folder if kind == "hf" else to_gguf(folder, tmp_path / "model.gguf")
-    with pytest.raises((LaunchError, ModelError), match="qwen2"), serve(model):
+    with pytest.raises((LaunchError, ModelError), match="qwen2"), serve_folder(model):
         pass
 
 
@@ -210,7 +201,7 @@ def test_h25_a_redundant_head_of_a_tied_model_changes_nothing(tmp_path):
 def test_h25_a_missing_head_is_refused_by_name(tmp_path):
     folder = make_tiny(tmp_path / "untied", tied=False)
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises((LaunchError, ModelError), match=r"lm_head\.weight"), serve(folder):
+    with pytest.raises((LaunchError, ModelError), match=r"lm_head\.weight"), serve_folder(folder):
         pass
 
 
@@ -254,7 +245,7 @@ def test_h31_exactly_one_bos_and_no_eos(tmp_path, template_writes_bos):
     chat = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert chat.count(1) == template_writes_bos
     greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-    with serve(folder) as client:
+    with serve_folder(folder) as client:
         # the ids can't be read back, but a random model answers every prompt differently
         expected = client.generate(input_ids=[1, *plain], **greedy)
         assert expected != client.generate(input_ids=[1, 1, *plain], **greedy)

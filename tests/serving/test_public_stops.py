@@ -1,19 +1,15 @@
 """Faults that users of such servers reported, on the real server: texts and ends of tokens (K05, K10, K11, K14)."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from kvloom.launcher.launch import Server
-from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Client
 from support.server import assert_idle, canary
 from support.tiny_models import edit_config, make_it_say, make_sentencepiece_tiny, make_tiny
+from support.tiny_server import serve_folder
 
 BOTH = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -56,15 +52,6 @@ def test_k14_the_text_of_a_special_token_stops(client, _healthy):
     assert streamed(client, **chat, stop=last + "<|im_end|>") == (text.removesuffix(last), before, "stop")
 
 
-@contextmanager
-def serve(model: Path) -> Iterator[Client]:
-    """A server of a tiny model; idle at the end."""
-    settings = {"model": str(model), "weights": "fp32", "kv_blocks": "64", "block_size": "16", "threads": "1"}
-    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server, Client(server.grpc_url) as client:
-        yield client
-        assert_idle(server)
-
-
 @pytest.mark.slow
 def test_k05_characters_inside_a_run_of_bytes(tmp_path):
     folder = make_sentencepiece_tiny(tmp_path / "model", tied=False)
@@ -72,7 +59,7 @@ def test_k05_characters_inside_a_run_of_bytes(tmp_path):
     run = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
     make_it_say(folder, run)
     request = {**BOTH, "input_ids": [1, run[-1]], "max_tokens": 199}
-    with serve(folder) as client:
+    with serve_folder(folder) as client:
         chunks = list(client.stream(**request, timeout=120))
         said, tokens = "", 0
         for chunk in chunks[:-1]:
@@ -101,7 +88,7 @@ def test_k10_added_tokens_whose_letters_all_spell_bytes(tmp_path):
     word, blank, other = backend.token_to_id("größe"), backend.encode(" ").ids[0], backend.encode("x").ids[0]
     make_it_say(folder, [word, blank])
     request = {**BOTH, "text_input": "größe ", "max_tokens": 5}
-    with serve(folder) as client:
+    with serve_folder(folder) as client:
         told = client.generate(**request, return_logprobs=True, sampling_parameters={"logprobs": 1})
         assert told.num_input_tokens == 2
         assert told.text == "größe größe größe"
@@ -127,7 +114,7 @@ def test_k11_an_answer_ends_where_the_template_ends_it(tmp_path):
     end = Backend.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
     make_it_say(folder, [end, 40])
     request = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.0, "max_tokens": 20}
-    with serve(folder) as client:
+    with serve_folder(folder) as client:
         told = client.generate(**request)
         assert (told.finish_reason, told.token_ids[-1], told.text) == ("stop", end, "")
         told = client.generate(**request, ignore_eos=True)

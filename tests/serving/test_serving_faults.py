@@ -19,6 +19,7 @@ import pytest
 
 from kvloom.serving.cancel_watcher import CancelWatcher
 from kvloom.serving.outbox import Senders
+from support.waiting import wait_until
 
 FINAL = 1
 
@@ -137,13 +138,6 @@ def serving(monkeypatch: pytest.MonkeyPatch, llm: Llm) -> Iterator[Any]:
     finally:
         for name in names:
             sys.modules.pop(f"kvloom.serving.{name}", None)
-
-
-def wait_until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # to the client

@@ -1,1 +1,1 @@
-"""What tests of several departments need."""
+"""Code that tests of several departments share."""

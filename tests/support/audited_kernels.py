@@ -1,4 +1,4 @@
-"""Kernels that the audit must tell apart: one that streams well, one that spills, one whose loads are narrow."""
+"""Kernels for tests of the audit: one that streams well, one that spills registers, one with narrow loads."""
 
 import torch
 import triton
@@ -17,14 +17,14 @@ def _row_sums(source, out, rows, stride, TILE: tl.constexpr, WIDTH: tl.constexpr
 
 
 def row_sums(aligned: bool) -> None:
-    # a row of 129 numbers begins anywhere
+    # Rows of 129 numbers are not aligned
     source, out = torch.empty(4096, 128 if aligned else 129, dtype=torch.bfloat16), torch.empty(128)
     _row_sums[(1,)](source, out, 4096, source.stride(0), TILE=64, WIDTH=128, num_warps=4)
 
 
 @triton.jit
 def _crowded(source, out, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Holds more numbers at once than a warp has registers for."""
+    """Keeps more numbers at once than fit into a warp's registers."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
     values = tl.load(source + row * SIZE + column)
     values = values * tl.sum(values, 0)[None, :] + tl.max(values, 1)[:, None]
@@ -38,7 +38,7 @@ def crowded(width: int) -> None:
 
 @triton.jit
 def _large(a, b, out, SIZE: tl.constexpr):
-    """Keeps more in shared memory than there is."""
+    """Needs more shared memory than there is."""
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     total = tl.zeros([SIZE, SIZE], tl.float32)
     for step in tl.range(0, 16, num_stages=6):

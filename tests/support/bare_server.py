@@ -18,7 +18,7 @@ DOCUMENT = Path(__file__).parents[2] / "docker" / "README.md"
 
 @contextmanager
 def bare_server(folder: Path, *more: str) -> Iterator[tuple[str, str]]:
-    """A tritonserver as docker/README.md starts it, with ``more`` options: its HTTP and gRPC address."""
+    """Start tritonserver as docker/README.md does, with ``more`` options. Yields its HTTP and gRPC address."""
     [command] = re.findall(r"\$ tritonserver ((?:.*\\\n)*.*)", DOCUMENT.read_text())
     options = command.replace("\\\n", " ").split()
     assert options == ["--model-repository=model_repository", *access.options(shared_memory=False)]

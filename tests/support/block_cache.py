@@ -1,4 +1,4 @@
-"""Block caches without a model: sequences that compute tokens, and let go of their blocks."""
+"""Block caches without a model: sequences that compute tokens and release their blocks."""
 
 from kvloom.kv.cache import BlockCache
 from kvloom.request import Request, SamplingParams, Sequence
@@ -12,7 +12,7 @@ def cache_of(blocks: int = 10, **settings: object) -> BlockCache:
 
 
 def compute(cache: BlockCache, tokens: list[int], salt: str = "") -> Sequence:
-    """A sequence whose known tokens are all computed, from what was found and for the rest by itself."""
+    """A sequence whose known tokens are all computed: it shares the blocks that are found and computes the rest."""
     request = Request(id="", prompt_ids=tuple(tokens), params=SamplingParams(), arrival=0.0, cache_salt=salt)
     sequence = Sequence(request)
     found = cache.match(salt, tokens)
@@ -24,7 +24,7 @@ def compute(cache: BlockCache, tokens: list[int], salt: str = "") -> Sequence:
 
 
 def put(cache: BlockCache, tokens: list[int], salt: str = "") -> list[int]:
-    """Compute tokens and let go of them; returns the blocks they were in."""
+    """Compute tokens and release their blocks. Returns the blocks."""
     sequence = compute(cache, tokens, salt)
     return let_go(cache, sequence)
 
@@ -42,7 +42,7 @@ def put_retained(cache: BlockCache, tokens: list[int], until: float) -> list[int
 
 
 def hits(cache: BlockCache, tokens: list[int], salt: str = "") -> int:
-    """How many blocks of ``tokens`` are found, were one more token to follow."""
+    """How many blocks of ``tokens`` are found if one more token follows."""
     return len(cache.match(salt, [*tokens, 99]))
 
 

@@ -1,4 +1,4 @@
-"""Scheduler and pools without a model: memory is simulated, and every read is checked against what should be there."""
+"""The scheduler and the pools without a model. Memory is simulated, and every read is checked."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def counts(plan: StepPlan) -> dict[Sequence, int]:
 
 
 class Clock:
-    """Stands for the time module where a test decides what time it is."""
+    """Replaces the module ``time``. The test sets the time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,13 +37,13 @@ class Clock:
 
 
 class Rig:
-    """Does what the engine does with a plan.
+    """Executes plans like the engine.
 
-    The keys and values of a token are a function of its namespace, itself and all tokens before it. A slot of a
-    simulated block holds a number that stands for exactly these; equal numbers mean equal content.
+    The keys and values of a token depend on its namespace, the token itself and all tokens before it. A slot of a
+    simulated block holds a number for exactly these: equal numbers mean equal content.
 
     Attributes:
-        alive: sequences that were added and did not end.
+        alive: the sequences that were added and have not ended.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Rig:
         del self._contents[sequence]
 
     def step(self) -> StepPlan:
-        """Plan, move, compute and commit; a sequence that outgrows the pool ends."""
+        """Plan, move, compute and commit. A sequence that needs more than the whole pool ends."""
         plan = self._moved()
         self._write(plan, {piece.sequence: self._content(piece.sequence) for piece in plan.slices})
         for piece in plan.slices:
@@ -92,7 +92,7 @@ class Rig:
         return plan
 
     def failing_step(self) -> StepPlan:
-        """A step that leaves garbage in whatever it was to write."""
+        """Run a step that fails and leaves garbage in the slots that it writes."""
         plan = self._moved()
         self._write(plan, {piece.sequence: [GARBAGE] * len(piece.sequence.tokens) for piece in plan.slices})
         self.scheduler.abandon(plan)
@@ -102,11 +102,11 @@ class Rig:
         return plan
 
     def run(self, most: int = 10_000) -> None:
-        """Step until everything ended; a stall would take for ever."""
+        """Step until all sequences have ended. Fails if no sequence makes progress."""
         for _ in range(most):
             if not self.alive:
                 break
-            assert self.step().slices, "nobody goes on"
+            assert self.step().slices, "no sequence makes progress"
         assert not self.alive
 
     def check(self) -> None:
@@ -121,12 +121,13 @@ class Rig:
 
     @staticmethod
     def next_token(sequence: Sequence) -> int:
-        """Of an alphabet so small that answers repeat each other; the same tokens are continued in the same way."""
+        """The next token, which depends on the tokens and the seed. There are only two, so that answers repeat."""
         return random.Random(f"{sequence.tokens} {sequence.seed}").randrange(2)
 
     def _moved(self) -> StepPlan:
         plan = self.scheduler.plan()
-        assert {piece.sequence for piece in plan.slices} == set(self.scheduler.running), "who runs is in every step"
+        running = set(self.scheduler.running)
+        assert {piece.sequence for piece in plan.slices} == running, "a running sequence is missing in the step"
         for block, host_block in plan.swap_out:
             self._host_memory[host_block] = list(self._device_memory[block])
         for host_block, block in plan.swap_in:
@@ -134,24 +135,24 @@ class Rig:
         return plan
 
     def _write(self, plan: StepPlan, contents: dict[Sequence, list[int]]) -> None:
-        """All writes of a step come before its reads, as in each layer of a forward."""
+        """Do all writes of a step. They come before its reads, as in each layer of a forward pass."""
         written: set[tuple[int, int]] = set()
         for piece in plan.slices:
             assert piece.start == piece.sequence.computed
             assert piece.count > 0
             for position in range(piece.start, piece.start + piece.count):
                 slot = piece.sequence.blocks[position // BLOCK], position % BLOCK
-                assert slot not in written, "two sequences compute the same"
+                assert slot not in written, "two sequences write the same slot"
                 written.add(slot)
                 alone = self.cache._tables[slot[0]] == 1
-                assert alone or slot[0] in self.cache._fresh, "what others read already is computed again"
+                assert alone or slot[0] in self.cache._fresh, "a block that others already read is written again"
                 self._device_memory[slot[0]][slot[1]] = contents[piece.sequence][position]
 
     def _read(self, sequence: Sequence, end: int) -> None:
         content = self._content(sequence)
         for position in range(end):
             found = self._device_memory[sequence.blocks[position // BLOCK]][position % BLOCK]
-            assert found == content[position], f"token {position} sees what is not its own"
+            assert found == content[position], f"token {position} has wrong content"
 
     def _content(self, sequence: Sequence) -> list[int]:
         content = self._contents[sequence]

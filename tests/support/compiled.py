@@ -1,4 +1,4 @@
-"""The C++ ops in tests, and what a compiler of another machine, or none, would make of the whole suite."""
+"""The C++ ops in tests, and pytest options that simulate another machine or a machine without a compiler."""
 
 import os
 import shutil
@@ -17,29 +17,25 @@ _hidden = False
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvloom")
-    group.addoption(
-        "--machine", metavar="ARCH", help="C++ ops for the instructions of another machine, as -march takes it"
-    )
-    group.addoption(
-        "--no-compiler", action="store_true", help="no C++ compiler is found; tests that need one are skipped"
-    )
+    group.addoption("--machine", metavar="ARCH", help="build the C++ ops for another machine, a value of -march")
+    group.addoption("--no-compiler", action="store_true", help="hide the C++ compiler and skip tests that need it")
 
 
 def apply_options(config: pytest.Config) -> None:
-    """Put what tests and their servers find as a compiler first on, or take it from, the PATH."""
+    """Change PATH for tests and their servers: put another compiler first, or hide the compiler."""
     global _hidden
     machine, _hidden = config.getoption("--machine"), config.getoption("--no-compiler")
     if hasattr(config, "workerinput") or not (machine or _hidden):
-        return  # a worker has the PATH of the process that began it
+        return  # a worker inherits the changed PATH
     temporary = tempfile.TemporaryDirectory(prefix="kvloom-compiler-")
     config.add_cleanup(temporary.cleanup)
     folder = Path(temporary.name)
     if _hidden:
         for directory in reversed(os.get_exec_path()):
             for program in Path(directory).glob("*"):
-                self_calls = folder / program.name
-                self_calls.unlink(missing_ok=True)
-                self_calls.symlink_to(program)
+                link = folder / program.name
+                link.unlink(missing_ok=True)
+                link.symlink_to(program)
         for name in COMPILERS:
             (folder / name).unlink(missing_ok=True)
         os.environ["PATH"] = str(folder)
@@ -53,7 +49,7 @@ def apply_options(config: pytest.Config) -> None:
 
 
 def use_compiled(machine: str = "native") -> None:
-    """Let the ops use C++; skips the test where the compiler is hidden."""
+    """Let the ops use C++. Skips the test if the compiler is hidden."""
     if _hidden:
         pytest.skip("the compiler is hidden")
     assert use_native(cache_folder("ops"), machine), "there is no compiler"

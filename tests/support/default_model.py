@@ -1,4 +1,4 @@
-"""The default model and a machine to reckon with, for the tests of the benchmark."""
+"""The default model's shape and a machine's rates, for the tests of the benchmark."""
 
 import functools
 

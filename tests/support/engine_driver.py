@@ -1,4 +1,4 @@
-"""An engine without Triton around it, stepped by the test itself."""
+"""An engine without Triton, which the test steps."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +14,7 @@ REQUEST_FIELDS = {"arrival", "logprobs", "deadline", "priority", "cache_salt", "
 
 
 class Answer(list[Delta]):
-    """The deltas of one request, as its sink."""
+    """The deltas of one request. Its ``append`` is the sink."""
 
     @property
     def ids(self) -> list[int]:
@@ -45,7 +45,7 @@ class Answer(list[Delta]):
 
 
 class Driver:
-    """Submits requests and steps the engine until it has nothing to do."""
+    """Submits requests and steps the engine until all have ended."""
 
     def __init__(self, model: Path, triton: Triton | None = None, **settings: object):
         chosen = {"model": model, "weights": "fp32", "block_size": 16, "kv_blocks": 64, "threads": 1, **settings}
@@ -54,7 +54,7 @@ class Driver:
         self.tokenizer = built.tokenizer
 
     def submit(self, prompt_ids: Iterable[int], request_id: str = "", **fields: object) -> tuple[Sequence, Answer]:
-        """Queue a request; fields that are no attribute of a Request are sampling parameters."""
+        """Queue a request. Fields that are not attributes of Request are sampling parameters."""
         about = {"arrival": 0.0, **{name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}}
         params = SamplingParams.model_validate({"temperature": 0.0, "ignore_eos": True, **fields})
         request = Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params, **about)

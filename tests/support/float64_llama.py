@@ -1,6 +1,7 @@
-"""A Llama's forward pass in float64, written from the architecture: the truth that fp32 logits are measured against.
+"""A Llama's forward pass in float64, the reference for fp32 logits.
 
-It shares no code with kvloom or transformers, and forms that differ from theirs where there is a choice.
+It is written from the architecture's definition, shares no code with kvloom or transformers, and computes differently
+if there is a choice.
 """
 
 import math
@@ -11,11 +12,11 @@ import torch
 
 
 class Float64Llama:
-    """A model whose every weight and operation is float64.
+    """A model whose weights and operations are all float64.
 
     Args:
-        config: transformers' LlamaConfig.
-        tensors: weights by the names of Hugging Face checkpoints, of any float dtype.
+        config: a LlamaConfig of transformers.
+        tensors: weights of any float dtype, by their names in Hugging Face checkpoints.
     """
 
     def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor]):
@@ -55,7 +56,7 @@ class Float64Llama:
         return self._linear(torch.cat(heads, -1), f"{name}.o_proj")
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """RoPE: dimensions i and i + head_dim / 2 are a complex number that turns with the position."""
+        """RoPE: dimensions i and i + head_dim / 2 are a complex number that rotates with the position."""
         real, imaginary = x.chunk(2, -1)
         angles = torch.arange(len(x), dtype=torch.float64)[:, None] * self._frequencies
         turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -76,7 +77,7 @@ def _rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
-    # turns within the context that the model was first trained on: below low divide, above high keep, ramp between
+    # Number of turns within the original context: below low divide, above high keep, interpolate between them
     turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
     keep = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
     keep = min(max(keep, 0.0), 1.0)

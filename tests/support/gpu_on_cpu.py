@@ -1,4 +1,4 @@
-"""The GPU's runner where there is no GPU: recorded graphs are the functions that would have been recorded."""
+"""The GPU's runner on a CPU. Replaying a graph calls the function that would have been recorded."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from kvloom.models.decoder import Decoder
 
 
 class Recorder:
-    """Stands in for ``CudaRecorder``; counts replays."""
+    """Replaces ``CudaRecorder`` and counts replays."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -31,7 +31,7 @@ class Recorder:
 def runner_factory(
     tokens: int, sequences: int, context_length: int, record: Recorder | None
 ) -> Callable[[Decoder, Storage, Storage, int, DecodeSteps], Runner]:
-    """What takes ``Runner``'s place in ``build_engine``; without a recorder every step is eager."""
+    """A replacement for ``Runner`` in ``build_engine``. Without a recorder every step is eager."""
 
     def make(decoder: Decoder, storage: Storage, host: Storage, block_size: int, _: DecodeSteps) -> Runner:
         step = GpuStep(decoder, storage.layers, tokens, sequences, context_length, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Plain HTTP calls of the `generate` model, as any user's program makes them."""
+"""Plain HTTP calls of the `generate` model, as in a user's program."""
 
 import http.client
 import json
@@ -9,7 +9,7 @@ from kvloom.launcher.launch import Server
 
 
 def post(server: Server, body: Any, endpoint: str = "generate", timeout: float = 120) -> tuple[int, str]:
-    """POST to an endpoint of `generate`; (status, text). ``body``: JSON text or bytes, or what JSON is made of."""
+    """POST to an endpoint of `generate`. ``body`` is JSON, or an object to encode. Returns (status, text)."""
     address = urlsplit(server.http_url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port or 0, timeout=timeout)
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
@@ -22,7 +22,7 @@ def post(server: Server, body: Any, endpoint: str = "generate", timeout: float =
 
 
 def answer(server: Server, **request: Any) -> dict[str, Any]:
-    """The one JSON of /generate."""
+    """The JSON reply of /generate."""
     status, text = post(server, request)
     assert status == 200, text
     return json.loads(text)
@@ -36,10 +36,10 @@ def events(server: Server, **request: Any) -> list[dict[str, Any]]:
 
 
 def refusal(server: Server, body: Any, endpoint: str = "generate") -> str:
-    """The error text of a request that is refused before anything was generated."""
+    """The error text of a request that is refused before its answer begins."""
     status, text = post(server, body, endpoint)
     assert status in (400, 500), (status, text)
-    # before the first event, an error of the model's comes as one under its status
+    # An error of the model before the first event is an event with the error's status
     found = json.loads(text.removeprefix("data: "))
     assert list(found) == ["error"]
     assert "Traceback" not in text

@@ -1,4 +1,4 @@
-"""A server on little shared memory. As a program: started several times over, in a mount namespace of its own.
+"""Starts a server several times with little shared memory. A program to run in a separate mount namespace.
 
 Arguments: size of /dev/shm, folder of a model, number of rounds.
 """
@@ -17,7 +17,7 @@ STREAMS = 64
 
 
 def use(grpc_url: str, http_url: str) -> None:
-    """64 streams; a prompt of 5 MB is refused for what it is, one of 60 MB for want of memory; nothing breaks."""
+    """Run 64 streams. A prompt of 5 MB is refused for its length, one of 60 MB for lack of shared memory."""
 
     with Client(grpc_url) as client, ThreadPoolExecutor(STREAMS) as pool:
 
@@ -34,12 +34,12 @@ def use(grpc_url: str, http_url: str) -> None:
                     assert refusal in str(error), error
                     assert isinstance(error, InvalidArgument) == (size == 5), repr(error)
                 else:
-                    raise AssertionError(f"{size} MB were taken")
+                    raise AssertionError(f"a prompt of {size} MB was accepted")
                 assert door.generate(input_ids=[5], max_tokens=1, temperature=0.0, timeout=60).finish_reason == "length"
 
 
 def main() -> None:
-    """Start, use and stop a server; only the first is used hard."""
+    """Start and stop a server in each round. The first round also sends requests."""
     size, model, rounds = sys.argv[1:]
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "shm", "/dev/shm"], check=True)
     for turn in range(int(rounds)):

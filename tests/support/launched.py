@@ -1,4 +1,4 @@
-"""`kvloom serve` as a process of its own."""
+"""`kvloom serve` as a separate process."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ READY = re.compile(
 
 
 def serve(*arguments: str, settings: Mapping[str, str] = SETTINGS) -> "subprocess.Popen[str]":
-    """Start it, on any free ports where ``arguments`` name none."""
+    """Start `kvloom serve`, on free ports unless ``arguments`` give others."""
     assignments = [f"--set={key}={value}" for key, value in settings.items()]
     names = [name for name in ("http", "grpc", "metrics", "health") if f"--{name}-port" not in " ".join(arguments)]
     return subprocess.Popen(
@@ -33,7 +33,7 @@ def serve(*arguments: str, settings: Mapping[str, str] = SETTINGS) -> "subproces
 
 
 def child(serving: "subprocess.Popen[str]", but: int = 0, within: float = 30.0) -> Footprint:
-    """The footprint of the tritonserver that ``kvloom serve`` starts, as soon as it has; ``but`` names another one."""
+    """Wait for the tritonserver that ``kvloom serve`` starts, other than the process ``but``. Returns its footprint."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         for process in psutil.Process(serving.pid).children():
@@ -47,7 +47,7 @@ def child(serving: "subprocess.Popen[str]", but: int = 0, within: float = 30.0) 
 
 
 def health(port: int, path: str = "/health/ready") -> int:
-    """The status of a GET there."""
+    """The status of a GET request to the health port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
             return response.status
@@ -59,9 +59,9 @@ class Launched:
     """A `kvloom serve` that is ready.
 
     Attributes:
-        process: its own.
-        footprint: of its first tritonserver.
-        struck: what it should have said of each failure so far; for the tests that share it.
+        process: its process.
+        footprint: the footprint of its first tritonserver.
+        struck: the messages that it should have printed about each failure so far, for tests that share it.
     """
 
     def __init__(self, process: "subprocess.Popen[str]"):
@@ -81,11 +81,11 @@ class Launched:
 
     @property
     def metrics_url(self) -> str:
-        """Where Prometheus reads."""
+        """The URL of the metrics."""
         return f"http://127.0.0.1:{self.metrics}/metrics"
 
     def wait_until_health_is(self, status: int, within: float) -> float:
-        """Wait for an answer of the health endpoint; returns after how many seconds it came."""
+        """Wait until the health endpoint answers with ``status``. Returns the seconds that it took."""
         start = time.monotonic()
         while health(self.health) != status:
             assert time.monotonic() - start < within, f"no {status} within {within} s"
@@ -95,7 +95,7 @@ class Launched:
 
 @contextmanager
 def launched(*arguments: str, settings: Mapping[str, str] = SETTINGS) -> Iterator[Launched]:
-    """A `kvloom serve` that is killed in the end if it still runs."""
+    """Run `kvloom serve`. Kills it at the end if it still runs."""
     process = serve(*arguments, settings=settings)
     try:
         yield Launched(process)

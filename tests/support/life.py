@@ -1,4 +1,4 @@
-"""What state machines share that live through everything: a clock of their own, a check after every rule, an end."""
+"""The base of hypothesis state machines: a simulated clock, a check after every rule, and an end."""
 
 from types import ModuleType
 from unittest import mock
@@ -10,17 +10,17 @@ from support.block_rig import Clock, Rig
 
 
 class LifeMachine(RuleBasedStateMachine):
-    """Its first rule is an ``initialize`` that calls ``begin`` and then makes the rig.
+    """A state machine whose first rule, an ``initialize``, calls ``begin`` and then creates the rig.
 
     Attributes:
-        rig: None until then.
-        clock: what the rig takes for the time.
+        rig: the rig; None before the first rule.
+        clock: the rig's clock.
     """
 
     rig: Rig | None = None
 
     def begin(self, *modules: ModuleType) -> None:
-        """Let the clock stand for the module ``time`` in these."""
+        """Replace the module ``time`` in these modules with the clock."""
         self.clock = Clock()
         self._patches = [mock.patch.object(module, "time", self.clock) for module in modules]
         for patch in self._patches:
@@ -32,7 +32,7 @@ class LifeMachine(RuleBasedStateMachine):
             self.rig.check()
 
     def end(self) -> None:
-        """Whoever is left ends, and nothing is held by anyone."""
+        """End everything that is left, and check that nothing is held."""
         raise NotImplementedError
 
     def teardown(self):
@@ -46,7 +46,7 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 def live(machine: type[LifeMachine], examples: int, operations: int) -> None:
-    """Run a machine."""
+    """Run a state machine."""
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""Requests that end in every way there is, and a look at what they leave behind."""
+"""Requests with every kind of end, and a check that they leak nothing."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ ENDINGS = ("stop", "length", "eos", "error", "cancel", "disconnect", "deadline")
 
 
 def end(tiny: Tiny, server: Server, client: Client, number: int) -> str:
-    """One request that ends in one of these ways; how it ended."""
+    """Run one request that ends in one of these ways. Returns how it ended."""
     how = ENDINGS[number % len(ENDINGS)]
     rng = random.Random(number)
     asked = request(number, length=rng.randint(1, 150), max_tokens=rng.randint(1, 60))
@@ -52,7 +52,7 @@ def end(tiny: Tiny, server: Server, client: Client, number: int) -> str:
 
 
 def nothing_is_left(tiny: Tiny, server: Server, count: int) -> None:
-    """After a warm-up, so many requests take no memory, blocks or threads for good."""
+    """After a warm-up, run ``count`` requests and check that they leak no memory, blocks or threads."""
     llm, generate = stub(server), stub(server, "generate")
     with tiny.client(server) as client, ThreadPoolExecutor(16) as pool:
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 UNREADABLE = 999_999
-"""A block that doesn't exist, where a block table ends."""
+"""The number of a block that does not exist, for the rest of a block table."""
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """What ``paged_attention`` takes, and per sequence its keys and values, float64 [length, kv_heads, head_dim]."""
+    """The arguments of ``paged_attention``, and the keys and values of each sequence, [length, kv_heads, head_dim]."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -42,11 +42,11 @@ def paged_batch(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
 ) -> PagedBatch:
-    """A batch of sequences, each given as (tokens in the cache after this step, of which this step's)."""
+    """A batch of sequences. The shape of each is (tokens in the cache after this step, new tokens of this step)."""
     kv_dtype = kv_dtype or dtype
     blocks_of = [-(-length // block_size) for length, _ in shapes]
     free = torch.randperm(sum(blocks_of) + 3).tolist()
-    # the second of three layers; keys and values of a block lie side by side as in the storage
+    # The second of three layers; keys and values of a block are adjacent as in the storage
     memory = torch.full((len(free), 3, 2, kv_heads, block_size, head_dim), math.nan, dtype=kv_dtype)
     k_cache, v_cache = memory[:, 1, 0], memory[:, 1, 1]
     tables = torch.full((len(shapes), max(blocks_of) + 2), UNREADABLE, dtype=torch.int32)
@@ -76,12 +76,12 @@ def paged_batch(
 
 
 def full_of_nan(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Stands in for ``ops.native.empty``: what an op does not write shows."""
+    """Replaces ``ops.native.empty``, so that numbers which an op does not write are NaN."""
     return torch.full(shape, math.nan, dtype=dtype, device=device)
 
 
 def attention_in_float64(batch: PagedBatch) -> torch.Tensor:
-    """The result [T, heads, head_dim]."""
+    """Attention in float64. Returns [T, heads, head_dim]."""
     heads = batch.q.shape[1]
     kv_heads = batch.k_cache.shape[1]
     out = torch.zeros(batch.q.shape, dtype=torch.float64)

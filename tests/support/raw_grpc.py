@@ -1,11 +1,11 @@
-"""gRPC without its library, which sends no header that it thinks wrong."""
+"""gRPC calls without the gRPC library, which refuses to send invalid headers."""
 
 import socket
 import struct
 
 
 def spoken(address: str, sent: bytes) -> bytes:
-    """What a server says to bytes, until it is silent for half a second."""
+    """Send bytes to a server. Returns its reply, which ends after half a second of silence."""
     host, port = address.split(":")
     heard = b""
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -20,7 +20,7 @@ def spoken(address: str, sent: bytes) -> bytes:
 
 
 def raw_grpc_call(path: str, *more: tuple[str, str]) -> bytes:
-    """A call with an empty message, written by hand: HTTP/2 frames (RFC 9113), headers as literals (RFC 7541)."""
+    """The bytes of a call with an empty message: HTTP/2 frames (RFC 9113), headers as literals (RFC 7541)."""
     headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "here"), ("te", "trailers")]
     headers += [("content-type", "application/grpc"), *more]
 

@@ -1,4 +1,4 @@
-"""What stands in the README.md files: fenced blocks with their commands, tables, links."""
+"""Parses the README.md files: fenced blocks with their commands, tables, links."""
 
 import re
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ class Block:
     """A fenced block.
 
     Attributes:
-        readme: the file's path in the repository.
-        line: where it begins.
-        language: what follows the fence; empty where nothing does.
-        text: what is between the fences.
+        readme: the README's path in the repository.
+        line: the line of its first fence.
+        language: the language after the fence; may be empty.
+        text: the text between the fences.
     """
 
     readme: str
@@ -34,7 +34,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """What follows the prompts of a console block, each on one line, without comments."""
+        """The commands of a console block, each on one line, without comments."""
         found = re.findall(r"^\$ ((?:.*\\\n)*.*)$", self.text, re.MULTILINE)
         return [re.sub(r"\s+#\s.*", "", re.sub(r"\\\n\s*", "", command)).strip() for command in found]
 
@@ -52,19 +52,19 @@ def commands() -> Iterator[tuple[Block, str]]:
 
 
 def table(*header: str) -> list[list[str]]:
-    """The rows of the only table whose header begins with these cells, in whichever README it is."""
+    """The rows of the only table in all READMEs whose header begins with these cells."""
     pattern = r"^\| " + r" \| ".join(map(re.escape, header)) + r" \|.*\n\|[-|]+\n((?:\|.*\n)+)"
     [rows] = [found for text in TEXTS.values() for found in re.findall(pattern, text + "\n", re.MULTILINE)]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows.splitlines()]
 
 
 def names(cell: str) -> list[str]:
-    """What a cell has in backticks and is a name."""
+    """The names in backticks in a cell."""
     return re.findall(r"`(\w+)`", cell)
 
 
 def links() -> Iterator[tuple[str, str]]:
-    """Every link to a place in the repository, with the README that has it."""
+    """Every link to a file in the repository, with its README."""
     for readme, text in TEXTS.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", _FENCED.sub("", text)):
             if "://" not in target:
@@ -72,6 +72,6 @@ def links() -> Iterator[tuple[str, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link may name behind a # in a Markdown file."""
+    """The anchors of a Markdown file."""
     headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""An engine in its thread, and what its clients hear."""
+"""An engine in its thread, and sinks for its answers."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from support.talks import Talks
 
 
 class Heard(Answer):
-    """A sink that can be waited for."""
+    """A sink that a test can wait for."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -37,7 +37,7 @@ class Heard(Answer):
 
 
 class Running:
-    """An engine in its loop, with one answer on its way that nothing is to hurt."""
+    """An engine in its thread, with one running answer that must not be affected."""
 
     def __init__(self, talks: Talks):
         self.talks = talks
@@ -54,7 +54,7 @@ class Running:
     def chat(
         self, conversation: int, text: str, max_tokens: int = 4, start: bool = False, deadline: float | None = None
     ) -> Heard:
-        """Say something in messages."""
+        """Send a turn with a message."""
         heard, messages = Heard(), [{"role": "user", "content": text}]
         tokenizer = self.talks.tokenizer
         rendered, ids = "", ()

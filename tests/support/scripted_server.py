@@ -1,4 +1,4 @@
-"""A gRPC server that answers what it is told to, and keeps what it was asked."""
+"""A gRPC server whose answers the test sets, and which records the requests."""
 
 import threading
 from collections.abc import Iterator
@@ -7,15 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from support.triton_response import response
+
 BUSY = "UNAVAILABLE: queue full"
 NEVER = None
-"""An answer that does not come as long as its client waits."""
+"""An answer that does not come while its client waits."""
 
 
 class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each request with the next error text, the text in a list, a status of gRPC's, or never.
+    """Answers each request with the next answer: an error text, a list of texts, a gRPC status, or ``NEVER``.
 
-    Keeps the requests and their metadata. Listens on ``port``, 0 is a free one.
+    Records the requests and their metadata. Listens on ``port``; 0 takes a free one.
     """
 
     def __init__(self, *answers: str | list[str] | grpc.StatusCode | None, port: int = 0):
@@ -39,14 +41,7 @@ class Scripted(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield service_pb2.ModelStreamInferResponse(error_message=answer)
             return
         for number, text in enumerate(answer, 1):
-            response = service_pb2.ModelStreamInferResponse()
-            final = number == len(answer)
-            response.infer_response.parameters["triton_final_response"].bool_param = final
-            for name, value in (("text_output", text), ("finish_reason", "stop" if final else "")):
-                response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1, 1])
-                content = value.encode()
-                response.infer_response.raw_output_contents.append(len(content).to_bytes(4, "little") + content)
-            yield response
+            yield response(text, "stop" if number == len(answer) else "")
 
     def __enter__(self) -> "Scripted":
         self._server = grpc.server(ThreadPoolExecutor(2))

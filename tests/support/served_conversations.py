@@ -1,4 +1,4 @@
-"""What tests ask of conversations on a real server of a tiny model."""
+"""Checks of conversations on a real server with a tiny model."""
 
 from kvloom_client import NotFound
 from support.server import eventually, metrics
@@ -6,7 +6,7 @@ from support.tiny_server import GREEDY
 
 
 def expect_conversations(server, count):
-    """Waits until the metrics, which lag behind, say so."""
+    """Wait until the metrics, which are up to 0.2 s old, count so many conversations."""
     eventually(lambda: metrics(server)["kvloom_conversations"] == count)
 
 
@@ -16,7 +16,7 @@ def fresh(client, ids, count=8):
 
 
 def known_to_triton(client, name):
-    """Whether a turn without a start reaches the engine; it has no conversation of that id."""
+    """Whether Triton passes a turn without a start to the engine, which has no conversation with this id."""
     talk = client.conversation(name)
     talk.begun = True
     try:

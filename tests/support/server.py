@@ -1,4 +1,4 @@
-"""Helpers around a real tritonserver, for every test that talks to one."""
+"""Settings, checks and metrics for tests with a real tritonserver."""
 
 import json
 import os
@@ -15,18 +15,18 @@ from kvloom.launcher.launch import Server
 from kvloom_client import Client
 
 SETTINGS = {"weights": "fp32", "block_size": "16", "kv_blocks": "512", "max_queue": "256", "threads": "1"}
-"""fp32, so that greedy answers are those of the reference. One thread: a step of several waits at every operation for
-the slowest, which on a machine that does other things too takes many times as long."""
+"""fp32, so that greedy answers equal the reference. One thread, because a step with several threads waits for the
+slowest at every operation, which takes many times as long on a busy machine."""
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())["prompts"]
-"""Greedy answers of the default model by the transformers library: name, prompt, prompt_ids, ids, text."""
+"""Greedy answers of the default model from the transformers library: name, prompt, prompt_ids, ids, text."""
 
 IDLE_FOR_S = 0.3
-"""The engine copies its figures to the metrics every 0.2 s; one idle look may be an old one."""
+"""The server must be idle for this long, because the metrics are up to 0.2 s old."""
 
 
 def canary(server: Server) -> None:
-    """The server still answers, and rightly."""
+    """Check that the server still gives a correct answer."""
     expected = REFERENCE[0]
     with Client(server.grpc_url) as client:
         answer = client.generate(text_input=expected["prompt"], max_tokens=16, temperature=0.0, timeout=60)
@@ -34,22 +34,22 @@ def canary(server: Server) -> None:
 
 
 class Measured(Protocol):
-    """What serves kvloom's metrics."""
+    """A server with kvloom's metrics."""
 
     @property
     def metrics_url(self) -> str:
-        """Where."""
+        """The URL of the metrics."""
 
 
 def metrics(server: Measured) -> dict[str, float]:
-    """kvloom's metrics: name with labels, as printed, to value."""
+    """kvloom's metrics: names with labels, as printed, to values."""
     with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
         lines = response.read().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("kvloom_"))}
 
 
 def eventually(check: Callable[[], bool], within: float = 30.0) -> None:
-    """Within so many seconds ``check`` becomes true."""
+    """Wait until ``check()`` is true, for at most ``within`` seconds."""
     deadline = time.monotonic() + within
     while not check():
         assert time.monotonic() < deadline, f"not within {within} s"
@@ -57,7 +57,7 @@ def eventually(check: Callable[[], bool], within: float = 30.0) -> None:
 
 
 def assert_idle(server: Measured, within: float = 30.0, conversations: bool = False) -> None:
-    """Within so many seconds nothing runs or waits any more, and nobody but conversations holds a block."""
+    """Wait until no request runs or waits, and no block is used. With ``conversations``, they may use blocks."""
     names = ["kvloom_requests_running", "kvloom_requests_waiting"]
     if not conversations:
         names += ["kvloom_conversations", 'kvloom_blocks{state="used"}']
@@ -78,17 +78,17 @@ def assert_idle(server: Measured, within: float = 30.0, conversations: bool = Fa
 
 
 class Footprint:
-    """What a tritonserver leaves on the machine: the processes of its group and its files in shared memory."""
+    """A tritonserver's processes and its files in shared memory."""
 
     def __init__(self, pid: int):
-        """Args: pid: a running tritonserver's."""
+        """Find the group and the prefix of a running tritonserver with this process id."""
         self.group = pid
         found = re.search(r"shm-region-prefix-name=(\S+)", " ".join(psutil.Process(pid).cmdline()))
         assert found is not None
         self.prefix = found[1]
 
     def processes(self) -> list[str]:
-        """Live processes of the group, the stubs included."""
+        """The group's processes that run, including the stubs."""
         live = []
         for process in psutil.process_iter():
             try:
@@ -103,6 +103,6 @@ class Footprint:
         return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
 
     def assert_gone(self) -> None:
-        """Nothing is left."""
+        """Check that no process and no file is left."""
         assert self.processes() == []
         assert self.shared_memory() == []

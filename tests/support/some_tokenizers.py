@@ -1,4 +1,4 @@
-"""Tokenizers for tests: the default model's, and small ones trained here, as folders and as GGUF metadata."""
+"""Tokenizers for tests: the default model's, and small ones that are trained here, as folders and as GGUF metadata."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,6 @@ from kvloom.models.fetch import default_model
 from kvloom.models.gguf_file import GgufFile
 from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer as KvloomTokenizer
-
-GREEDY: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "greedy.json").read_text())
 
 TRICKY = [
     "  two spaces  and   three",
@@ -53,7 +51,7 @@ def default_tokenizer() -> KvloomTokenizer:
 
 @cache
 def byte_level_metadata(pre: str) -> dict[str, Any]:
-    """A byte-level vocabulary whose tokens cross every kind of word border, so that pre-tokenizers show."""
+    """A byte-level vocabulary whose tokens cross all word borders, so that pre-tokenizers make a difference."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -76,7 +74,7 @@ def byte_level_metadata(pre: str) -> dict[str, Any]:
 
 @cache
 def _sentencepiece_json() -> str:
-    """A Llama-style tokenizer.json: SentencePiece BPE with byte fallback; rare characters are not in the vocabulary."""
+    """A Llama-style tokenizer.json: SentencePiece BPE with byte fallback, without rare characters in the vocabulary."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -88,9 +86,9 @@ def _sentencepiece_json() -> str:
     )
     trained.train_from_iterator(_CORPUS, trainer)
     description = json.loads(trained.to_str())
-    # the byte tokens only had to get their ids; they are ordinary tokens
+    # The byte tokens were added only to get their ids; they are ordinary tokens
     description["added_tokens"] = description["added_tokens"][:3]
-    # SentencePiece knows only tokens and scores, and its converters list every pair that makes a token
+    # SentencePiece has only tokens and scores, and its converters list every pair that makes a token
     model = description["model"]
     ranked = {token: -float(rank) for rank, token in enumerate(map("".join, model["merges"]))}
     scores = {token: ranked.get(token, -1000.0) for token in sorted(model["vocab"], key=model["vocab"].get)}
@@ -140,7 +138,7 @@ def deltas(
 
 
 def whole_decode(backend: Tokenizer, ids: Sequence[int]) -> str:
-    """What ``tokenizers`` makes of all the ids; of byte tokens that are no UTF-8 what Unicode recommends."""
+    """The text that ``tokenizers`` decodes from all ids, but with invalid UTF-8 replaced as Unicode recommends."""
     theirs = backend.decode(list(ids))
     if "\ufffd" not in theirs or backend.token_to_id("<0xC3>") is None:
         return theirs
@@ -153,7 +151,7 @@ def whole_decode(backend: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def save_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """Write a Hugging Face folder; ``settings`` go into tokenizer_config.json, ``config`` into config.json."""
+    """Write a Hugging Face folder. ``settings`` go into tokenizer_config.json, ``config`` into config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -162,7 +160,7 @@ def save_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | Non
 
 
 def transformers_from_gguf(folder: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """What transformers makes of the same metadata, through a real GGUF file."""
+    """The tokenizer that transformers builds from the same metadata, through a GGUF file."""
     writer = gguf.GGUFWriter(folder / "tokenizer.gguf", metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "tokenizer.ggml.scores":

@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks Triton's generate protocol, badly where a test wants it to."""
+"""A small HTTP server with Triton's generate protocol, whose replies, also malformed ones, the test sets."""
 
 import json
 import socketserver
@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Exchange:
-    """One request at the server, for the script that answers it.
+    """A request at the server, for the script that answers it.
 
     Attributes:
-        path: of the request.
-        body: its JSON.
-        left: set once the client has gone away.
+        path: the request's path.
+        body: the request's JSON.
+        left: set when the client has disconnected.
     """
 
     def __init__(self, handler: BaseHTTPRequestHandler, body: dict):
@@ -45,7 +45,7 @@ class Exchange:
 
 
 class SseServer(ThreadingHTTPServer):
-    """Answers each request with the next script, and keeps the exchanges. Listens on a free port."""
+    """Answers each request with the next script, and records the exchanges. Listens on a free port."""
 
     daemon_threads = True
 
@@ -70,7 +70,7 @@ class SseServer(ThreadingHTTPServer):
         self.url = f"127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients of these tests break off
+        pass  # clients in these tests disconnect
 
     def __enter__(self) -> "SseServer":
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()

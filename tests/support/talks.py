@@ -1,4 +1,4 @@
-"""Conversations with an engine that has no Triton around it, stepped by the test itself."""
+"""Conversations with an engine without Triton, which the test steps."""
 
 import time
 from collections.abc import Iterable
@@ -8,11 +8,12 @@ from typing import Any
 from kvloom.conversation.registry import ConversationId, Turn
 from kvloom.request import Request, SamplingParams, Sequence
 from kvloom.scheduling.offloader import Costs
+from support.block_rig import ALWAYS_SWAP
 from support.engine_driver import Answer, Driver
 
 
 class Triton:
-    """Notes what Triton is told."""
+    """Records the calls to Triton."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, ConversationId]] = []
@@ -31,7 +32,7 @@ class Talks(Driver):
     """A driver of conversations.
 
     Attributes:
-        triton: what stands for it.
+        triton: records the calls to Triton.
     """
 
     def __init__(self, model: Path, **settings: object):
@@ -58,7 +59,7 @@ class Talks(Driver):
         retain_s: float = 0.0,
         **params: object,
     ) -> Answer:
-        """Send a turn, as the wire makes it; parameters are of sampling, greedy by default."""
+        """Send a turn, prepared as in serving. ``params`` are sampling parameters; the default is greedy."""
         rendered = ""
         if messages is not None and start:
             chat = self.tokenizer.render_chat(messages)
@@ -83,7 +84,7 @@ class Talks(Driver):
         return answer
 
     def say(self, conversation: ConversationId, *args: Any, **fields: Any) -> Answer:
-        """Send a turn and run until nobody has anything to do."""
+        """Send a turn and run until the engine has nothing to do."""
         answer = self.turn(conversation, *args, **fields)
         self.run_all()
         return answer
@@ -98,16 +99,12 @@ class Talks(Driver):
         assert not self.engine.busy
 
     def end_all(self) -> None:
-        """End every conversation; afterwards nothing is held."""
+        """End every conversation, and check that nothing is held."""
         for conversation in [conversation.id for conversation in self.turns.manager.registry]:
             self.turns.manager.end(conversation, lambda: None)
         self.run_all()
         self.assert_idle()
         assert self.engine.stats().blocks_swapped == 0
-
-
-ALWAYS_SWAP = Costs(copy_block_s=0.0, compute_token_s=1.0)
-NEVER_SWAP = Costs(copy_block_s=1.0, compute_token_s=0.0)
 
 
 def talks(model: Path, costs: Costs = ALWAYS_SWAP, **settings: Any) -> Talks:

@@ -1,4 +1,4 @@
-"""Tiny random models for tests: Hugging Face folders made by transformers, and the same weights as GGUF files."""
+"""Tiny random models for tests: Hugging Face folders from transformers, and the same weights as GGUF files."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from support.some_tokenizers import sentencepiece
+from support.some_tokenizers import NAMED, sentencepiece
 
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 1), (14, 2)]
 """(n_heads, n_kv_heads) worth testing: MHA, GQA, the default model's, MQA, a ratio that is no power of two."""
@@ -26,7 +26,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""``rope_parameters`` whose original context is short enough that a tiny model is beyond it."""
+"""``rope_parameters`` with an original context that is shorter than a tiny model's."""
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BOS, EOS = 1, 2
@@ -55,9 +55,9 @@ def make_tiny(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Save a random model and its tokenizer as a Hugging Face folder; returns the folder.
+    """Save a random model and its tokenizer as a Hugging Face folder. Returns the folder.
 
-    Weights are large enough that logits depend on every layer, and no norm weight is one. ``config`` overrides
+    The weights are so large that the logits depend on every layer, and no norm weight is one. ``config`` overrides
     keys of the transformers config (``rope_scaling``, ``hidden_size``, ``max_position_embeddings`` ...).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,18 +93,17 @@ def make_tiny(
 
 
 def make_sentencepiece_tiny(folder: Path, **config: Any) -> Path:
-    """As ``make_tiny``, but with a tokenizer of SentencePiece's kind and without a chat template."""
+    """Like ``make_tiny``, but with a SentencePiece tokenizer and without a chat template."""
     tokenizer = sentencepiece()
     make_tiny(folder, vocab_size=tokenizer.get_vocab_size(), **config)
-    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED).save_pretrained(folder)
     return folder
 
 
 def make_it_say(folder: Path, ids: list[int]) -> Path:
-    """Let the model of an unsharded folder with an output matrix of its own repeat these different tokens for ever.
+    """Let a model repeat these different tokens for ever: after each of them the next one is the most likely token.
 
-    After each of them the next one is the likeliest, whatever came before.
+    The model must be in an unsharded folder and have a separate output matrix.
     """
 
     def follow(tensors: dict[str, torch.Tensor]) -> None:
@@ -127,7 +126,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Let ``change`` work on the tensors of an unsharded folder, by their names in the file."""
+    """Let ``change`` edit the tensors of an unsharded folder, which it gets by name."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -154,9 +153,9 @@ def make_tokenizer(folder: Path) -> Tokenizer:
 
 
 def to_gguf(folder: Path, path: Path, dtype: GgmlType = GgmlType.F16) -> Path:
-    """Write a folder of ``make_tiny`` as a GGUF file, as llama.cpp's converter does it; returns the file.
+    """Write a folder of ``make_tiny`` as a GGUF file, like llama.cpp's converter. Returns the file.
 
-    Matrices are ``dtype``, or F16 where their rows are no multiple of its block; vectors stay F32.
+    Matrices are ``dtype``, or F16 if their rows are not a multiple of its block size. Vectors stay F32.
     """
     config = AutoConfig.from_pretrained(folder)
     arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[config.model_type]

@@ -1,4 +1,4 @@
-"""Servers of a tiny random model: they start in seconds, and a step takes them milliseconds."""
+"""Servers with a tiny random model, which start in seconds and compute a step in milliseconds."""
 
 import random
 import time
@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvloom.launcher.launch import Server
+from kvloom.launcher.processes import stubs_of
 from kvloom.launcher.repository import ModelRepository
 from kvloom_client import Answer, Client
 from support.server import assert_idle, eventually, metrics
@@ -25,12 +26,12 @@ CANARY = {"input_ids": list(range(40, 60)), "max_tokens": 16, **GREEDY}
 
 
 class Tiny:
-    """A tiny model, and servers of it."""
+    """A tiny model, and servers with it."""
 
     def __init__(self, folder: Path, context: int = 4096):
         self.folder = make_tiny(folder, max_position_embeddings=context)
         model = AutoModelForCausalLM.from_pretrained(folder)
-        # a random model may well choose the end token; the canary goes on
+        # A random model may sample the end token; the canary ignores it
         model.generation_config.eos_token_id = None
         prompt = torch.tensor([CANARY["input_ids"]])
         out = model.generate(prompt, max_new_tokens=CANARY["max_tokens"], do_sample=False, pad_token_id=0)
@@ -38,7 +39,7 @@ class Tiny:
 
     @contextmanager
     def serve(self, **settings: object) -> Iterator[Server]:
-        """A server of this model, in fp32 on one thread."""
+        """A server with this model, in fp32 on one thread."""
         chosen = {"weights": "fp32", "threads": 1, "block_size": BLOCK, "kv_blocks": 1024, **settings}
         repository = ModelRepository({"model": str(self.folder), **{key: str(value) for key, value in chosen.items()}})
         with Server.start(repository, exit_timeout_s=5) as server:
@@ -46,11 +47,20 @@ class Tiny:
 
     @contextmanager
     def client(self, server: Server) -> Iterator[Client]:
-        """A client of a server, which afterwards is idle and still answers rightly."""
+        """A client of a server. At the end the server must be idle and give a correct answer."""
         with Client(server.grpc_url) as client:
             yield client
             assert client.generate(**CANARY, timeout=60).token_ids == self._canary
             assert_idle(server)
+
+
+@contextmanager
+def serve_folder(model: Path) -> Iterator[Client]:
+    """A client of a server of a small model's folder. The server must be idle at the end."""
+    settings = {"model": str(model), "weights": "fp32", "kv_blocks": "64", "block_size": "16", "threads": "1"}
+    with Server.start(ModelRepository(settings), exit_timeout_s=5) as server, Client(server.grpc_url) as client:
+        yield client
+        assert_idle(server)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -60,19 +70,19 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def ask(client: Client, requests: Iterable[dict[str, Any]], at_once: int = 8) -> list[Answer]:
-    """The answers to requests, with their usage, so many at once."""
+    """The answers to requests with their usage. Runs ``at_once`` requests at a time."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda one: client.generate(**one, return_usage=True, timeout=300), requests))
 
 
 def found(answer: Answer) -> int:
-    """How many of the prompt's tokens were in the cache."""
+    """How many of the prompt's tokens were in the prefix cache."""
     assert answer.usage is not None
     return answer.usage["cached_tokens"]
 
 
 def blocks(server: Server) -> dict[str, float]:
-    """The blocks of an idle server by state; each is in one of them."""
+    """The number of blocks of an idle server by state."""
     assert_idle(server)
     seen = metrics(server)
     return {state: seen[f'kvloom_blocks{{state="{state}"}}'] for state in ("free", "used", "cached", "swapped")}
@@ -80,12 +90,7 @@ def blocks(server: Server) -> dict[str, float]:
 
 def stub(server: Server, model: str = "llm") -> psutil.Process:
     """The process that runs a model's Python."""
-    [process] = [
-        child
-        for child in psutil.Process(server.process.pid).children(recursive=True)
-        if f"/{model}/1/model.py" in " ".join(child.cmdline())
-    ]
-    return process
+    return stubs_of(server.process.pid)[model]
 
 
 def request(seed: int, length: int = 100, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
@@ -93,12 +98,12 @@ def request(seed: int, length: int = 100, max_tokens: int = 8, **more: Any) -> d
 
 
 def counted(server: Server, ends: int, act: Callable[[], Any]) -> Counter[str]:
-    """What ``act``, by whose end so many requests have ended, adds to an idle server's metrics."""
+    """The increase of an idle server's metrics by ``act``, which ends ``ends`` requests."""
     assert_idle(server)
     before = settled(server)
 
     def ended() -> bool:
-        # a scrape may see an update from before act(): idle, too
+        # A scrape may still see the idle state before act()
         now = metrics(server)
         return now["kvloom_e2e_seconds_count"] - before["kvloom_e2e_seconds_count"] == ends
 
@@ -109,7 +114,7 @@ def counted(server: Server, ends: int, act: Callable[[], Any]) -> Counter[str]:
 
 
 def settled(server: Server) -> dict[str, float]:
-    """An idle server's metrics once all that happened is in them: histograms follow tens of thousands of steps late."""
+    """An idle server's metrics when they no longer change: after many steps, histograms are updated late."""
     seen: list[dict[str, float]] = [{}]
 
     def still() -> bool:

@@ -1,4 +1,4 @@
-"""A proxy that ends TLS and lets in who has a token, as people put one in front of Triton."""
+"""A proxy with TLS that requires a token, like proxies in front of Triton."""
 
 import socket
 import ssl
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def tls_proxy(context: ssl.SSLContext, target: str, token: str) -> Iterator[str]:
-    """Forward connections whose first request carries ``Authorization: Bearer`` with the token; its address."""
+    """Forward connections whose first request has ``Authorization: Bearer`` with the token. Yields the address."""
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(listener, context, target, token), daemon=True).start()
     try:
@@ -25,7 +25,7 @@ def _accept(listener: socket.socket, context: ssl.SSLContext, target: str, token
 
 
 def _serve(plain: socket.socket, context: ssl.SSLContext, target: str, token: str) -> None:
-    with suppress(OSError):  # a client that does not trust the certificate, or leaves
+    with suppress(OSError):  # the client does not trust the certificate, or disconnects
         with context.wrap_socket(plain, server_side=True) as client:
             head = b""
             while b"\r\n\r\n" not in head and (data := client.recv(1 << 16)):
@@ -33,7 +33,7 @@ def _serve(plain: socket.socket, context: ssl.SSLContext, target: str, token: st
             if f"authorization: bearer {token}".encode() not in head.lower():
                 client.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 socket.socket.shutdown(client, socket.SHUT_WR)
-                # with a part of the request unread, closing would take the answer back
+                # Read the rest of the request: a close with unread data would discard the answer
                 while client.recv(1 << 16):
                     pass
                 return

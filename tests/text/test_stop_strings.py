@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer
+from support.server import REFERENCE
 from support.some_tokenizers import (
-    GREEDY,
     default_tokenizer,
     deltas,
     sentencepiece_tokenizer,
@@ -72,7 +72,7 @@ def test_stop_strings_cut_the_text_wherever_tokens_end(make: Any):
     check()
 
 
-@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: entry["name"])
 def test_a_stop_inside_any_token_of_a_real_answer(entry: dict[str, Any]):
     """H04: three characters from the middle of a token, and H03: a stop that spans several tokens."""
     tokenizer = default_tokenizer()

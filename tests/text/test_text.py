@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.text.bad_words import banned_tokens
 from kvloom.text.stop_strings import TextStream
 from kvloom.text.tokenizer import Tokenizer
+from support.server import REFERENCE
 from support.some_tokenizers import (
-    GREEDY,
     TRICKY,
     default_tokenizer,
     deltas,
@@ -68,7 +68,7 @@ def test_every_token_of_the_vocabulary(make: Any):
         assert stream.push(token_id) + stream.flush() == whole_decode(tokenizer._backend, [token_id]), token_id
 
 
-@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: entry["name"])
 def test_real_answers_come_as_they_are_decoded(entry: dict[str, Any]):
     found, _ = deltas(default_tokenizer(), entry["ids"])
     assert "".join(found) == whole_decode(default_tokenizer()._backend, entry["ids"])

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from kvloom.errors import InvalidArgument, ModelError
 from kvloom.text.chat import parse_messages
 from kvloom.text.tokenizer import Tokenizer
+from support.server import REFERENCE
 from support.some_tokenizers import (
-    GREEDY,
     NAMED,
     TRICKY,
     byte_level_metadata,
@@ -37,7 +37,7 @@ def strings(error: type[Exception], *parts: str) -> Any:
 # The default model
 
 
-@pytest.mark.parametrize("entry", GREEDY["prompts"], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: entry["name"])
 def test_default_model_gives_the_reference_ids(entry: dict[str, Any]):
     tokenizer = default_tokenizer()
     ids = tokenizer.encode_chat(entry["messages"]) if "messages" in entry else tokenizer.encode(entry["prompt"])

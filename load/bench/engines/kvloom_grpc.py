@@ -1,4 +1,4 @@
-"""kvloom in Triton, asked over gRPC: `llm`, a response per token or not more often than ``stream_interval_ms``."""
+"""kvloom in Triton over gRPC: `llm`, with a response per token or at intervals of ``stream_interval_ms``."""
 
 import asyncio
 from importlib.metadata import version

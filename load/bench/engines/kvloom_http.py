@@ -1,4 +1,4 @@
-"""kvloom in Triton, asked over HTTP: `generate`'s server-sent events, whose responses are at least 50 ms apart."""
+"""kvloom in Triton over HTTP: server-sent events of `generate`, at intervals of at least 50 ms."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +8,7 @@ from kvloom_client import HttpClient
 
 
 class Http(Grpc):
-    """The same server through its other door; a thread for each prompt."""
+    """The same server over HTTP, with a thread for each prompt."""
 
     def run(self, prompts: Prompts, new: int) -> list[list[int]]:
         """See ``Engine``."""

@@ -1,4 +1,4 @@
-"""llama.cpp's server, built for this CPU, asked over HTTP for whole answers."""
+"""llama.cpp's server, built for this CPU. Whole answers over HTTP."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ START_S = 60.0
 
 
 class LlamaServer:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     def __init__(self, model: str, options: dict[str, Any]):
         binary = Path(options["binary"])
@@ -45,7 +45,7 @@ class LlamaServer:
                 pass  # not listening yet
             time.sleep(0.1)
         self.close()
-        raise RuntimeError(f"llama-server did not get ready in {START_S:.0f} s")
+        raise RuntimeError(f"llama-server did not become ready within {START_S:.0f} s")
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)

@@ -1,9 +1,9 @@
-"""What the benchmark and an engine's driver say to each other: a JSON object per line, over stdin and stdout.
+"""The protocol between the benchmark and an engine's driver: a JSON object per line, over stdin and stdout.
 
-The benchmark sends ``{"load": {"model": path, "options": {...}}}`` once, and then as often as it likes
-``{"run": {"prompts": [[id, ...], ...], "new": n}}``; each gets one answer, ``{"error": text}`` if it failed. The option
-``threads`` is the same for all engines. The driver ends when its stdin does. Only the standard library: drivers run in
-their peers' environments.
+The benchmark sends ``{"load": {"model": path, "options": {...}}}`` once, and then any number of
+``{"run": {"prompts": [[id, ...], ...], "new": n}}``. Each gets one reply, ``{"error": text}`` if it failed. The option
+``threads`` is the same for all engines. The driver ends when its stdin ends. This module uses only the standard
+library, because drivers run in the peers' environments.
 """
 
 import json
@@ -19,29 +19,29 @@ Prompts = list[list[int]]
 
 
 class Engine(Protocol):
-    """An engine that has its model loaded.
+    """An engine with a loaded model.
 
     Attributes:
-        versions: of what it is made of, by name.
-        pid: the process that holds the model, itself or with its children.
+        versions: the versions of its libraries, by name.
+        pid: the process that, with its children, holds the model.
     """
 
     versions: dict[str, str]
     pid: int
 
     def run(self, prompts: Prompts, new: int) -> list[list[int]]:
-        """Answer all prompts at once with exactly ``new`` tokens each, greedily; returns the new tokens of each."""
+        """Answer all prompts at once, greedily, with exactly ``new`` tokens each. Returns the new tokens of each."""
 
     def close(self) -> None:
-        """End whatever was started."""
+        """End the engine and its processes."""
 
 
 def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
-    """Do what the lines on stdin say. ``load`` takes the model's path and the options of the variant."""
-    # what libraries print goes to stderr
+    """Execute the requests on stdin. ``load`` gets the model's path and the options of the variant."""
+    # The output of libraries goes to stderr
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # SIGHUP comes when the benchmark was killed while this process was stopped, see Driver
+    # SIGHUP comes if the benchmark was killed while this process was stopped, see Driver
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     engine: Engine | None = None

@@ -1,4 +1,4 @@
-"""vLLM's CPU wheel, in-process, with the settings that its documentation gives for CPUs."""
+"""vLLM's CPU wheel, in-process, with the settings that its documentation recommends for CPUs."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from bench.engines.protocol import Prompts, serve
 
 
 class Vllm:
-    """vLLM's ``LLM``, which keeps its engine in a process of its own."""
+    """vLLM's ``LLM``, which runs its engine in a separate process."""
 
     def __init__(self, model: str, options: dict[str, Any]):
         os.environ.update(environment(options["kv_gib"], int(options["threads"])))
@@ -44,7 +44,7 @@ class Vllm:
 
 
 def preloads() -> list[str]:
-    """The libraries that are to be loaded before Python: tcmalloc and Intel's OpenMP, where they are."""
+    """The libraries to preload, if they are installed: tcmalloc and Intel's OpenMP."""
     environment = Path(sys.prefix)
     unpacked = sorted(environment.parent.glob("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4"))
     tcmalloc = str(unpacked[0]) if unpacked else find_library("tcmalloc_minimal")
@@ -53,7 +53,7 @@ def preloads() -> list[str]:
 
 
 def environment(kv_gib: int, threads: int) -> dict[str, str]:
-    """What vLLM reads from its environment."""
+    """The environment variables for vLLM."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
