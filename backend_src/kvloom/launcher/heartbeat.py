@@ -71,7 +71,8 @@ class Heartbeat:
         self._stuck_after_s = stuck_after_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvloom-heartbeat")
         self._asked: Future[Beat] | None = None
-        self._next = 0.0
+        self._asked_at = self._next = 0.0
+        self._answered = float("-inf")
         self._silent_since: float | None = None
         self._beat = Beat(0.0, False, None)
         self._said = ""
@@ -86,18 +87,24 @@ class Heartbeat:
         if self._asked is not None and self._asked.done():
             try:
                 self._beat, self._silent_since, self._said = self._asked.result(), None, ""
+                self._answered = self._asked_at
             except NoAnswer as error:
                 self._said = f"; the last answer to a ping was: {error}"
             self._asked, self._next = None, now + PERIOD_S
         if self._asked is None and now >= self._next:
             self._silent_since = self._silent_since or now
-            self._asked = self._pool.submit(self._ask_for_beat)
+            self._asked, self._asked_at = self._pool.submit(self._ask_for_beat), now
         return self._problem(now)
 
     @property
     def draining(self) -> bool:
         """Whether the engine drains and so refuses new requests."""
         return self._beat.draining
+
+    @property
+    def answered(self) -> float:
+        """When the last ping was sent that has been answered, by ``time.monotonic``; minus infinity: none has been."""
+        return self._answered
 
     def close(self) -> None:
         """Stop. Waits for a running ping; if the server was killed, its connection breaks."""

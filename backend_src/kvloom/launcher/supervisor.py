@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvloom.errors import LaunchError
+from kvloom.launcher.grpc_watch import GrpcWatch
 from kvloom.launcher.health import HealthEndpoint
 from kvloom.launcher.heartbeat import Heartbeat
 from kvloom.launcher.launch import Server
@@ -108,12 +109,13 @@ class Supervisor:
         self._began = time.monotonic()
         stuck_after_s = self._repository.settings.stuck_after_s
         self._heartbeat = Heartbeat(self.ports.own_host, self.ports.http, stuck_after_s)
+        self._grpc_watch = GrpcWatch(f"{self.ports.own_host}:{self.ports.grpc}")
         self._serving = True
 
     def _look(self) -> None:
         assert self._server is not None
         self._server.check()
-        problem = self._heartbeat.look()
+        problem = self._heartbeat.look() or self._grpc_watch.look(self._heartbeat.answered)
         if problem is not None:
             raise self._server.failure(problem)
         self._serving = not self._heartbeat.draining
@@ -152,6 +154,7 @@ class Supervisor:
         if server is not None:
             server.kill()
             self._heartbeat.close()
+            self._grpc_watch.close()
 
     def _stop_server(self) -> None:
         self._serving = False
@@ -159,6 +162,7 @@ class Supervisor:
         if server is not None:
             server.stop()
             self._heartbeat.close()
+            self._grpc_watch.close()
 
 
 def _say(text: str) -> None:
