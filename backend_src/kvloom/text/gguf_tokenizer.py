@@ -1,20 +1,16 @@
-"""Builds the tokenizer of a GGUF file, which has a vocabulary, merges and a pre-tokenizer's name but no tokenizer.json.
-
-The pre-tokenizers' names and meanings are llama.cpp's (``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in
-src/llama-vocab.cpp). Each regex comes from the tokenizer.json of a model that uses the name, so that token ids equal
-transformers'.
-"""
+"""Builds the tokenizer of a GGUF file, which has a vocabulary and merges but no tokenizer.json."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.errors import ModelError
+from kvloom.text.gguf_splits import split_of
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
@@ -32,71 +28,6 @@ class Parts:
     hf: PreTrainedTokenizerFast
     prefix: list[int]
     eos_ids: set[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Split:
-    """How a byte-level tokenizer splits text into words before it merges.
-
-    Attributes:
-        steps: pre-tokenizers, applied in this order before the byte-level one.
-        gpt2: split with GPT-2's regex last.
-        nfc: normalize the text to NFC first.
-        whole_words: a word that is in the vocabulary becomes one token even if no merges produce it.
-        add_bos: prompts begin with BOS unless the file says otherwise.
-    """
-
-    steps: tuple[Any, ...] = ()
-    gpt2: bool = False
-    nfc: bool = False
-    whole_words: bool = False
-    add_bos: bool = False
-
-
-def _regex(pattern: str) -> Any:
-    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-
-
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = _regex(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL)
-_QWEN2 = _regex(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = _regex(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS = pre_tokenizers.Digits(individual_digits=True)
-
-_GPT2_SPLIT = _Split(gpt2=True)
-_DIGITS_SPLIT = _Split(steps=(_DIGITS,), gpt2=True)
-_LLAMA3_SPLIT = _Split(steps=(_LLAMA3,), whole_words=True, add_bos=True)
-_QWEN2_SPLIT = _Split(steps=(_QWEN2,), nfc=True)
-
-PRE_TOKENIZERS: Mapping[str, _Split] = {
-    "default": _Split(
-        # llama.cpp's fallback for files that name no model's pre-tokenizer
-        steps=(
-            _regex(r"[\p{P}\$\+<=>\^~\|]+"),
-            _regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
-            _regex(r"\p{N}+"),
-            _regex(r"[0-9][0-9][0-9]"),
-        )
-    ),
-    "gpt-2": _GPT2_SPLIT,
-    "phi-2": _GPT2_SPLIT,
-    "smollm": _DIGITS_SPLIT,
-    "starcoder": _DIGITS_SPLIT,
-    "refact": _DIGITS_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "llama-bpe": _LLAMA3_SPLIT,
-    "smaug-bpe": _Split(steps=(_LLAMA3,)),
-    "dbrx": _Split(steps=(_LLAMA3,)),
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "tekken": _Split(steps=(_TEKKEN,), whole_words=True, add_bos=True),
-}
 
 
 def build(metadata: Mapping[str, Any]) -> Parts:
@@ -168,12 +99,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, default: int | None, count
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> tuple[Backend, bool]:
     """A byte-level BPE tokenizer like GPT-2's, and whether it adds BOS by default."""
-    name = _required(metadata, "pre")
-    split = PRE_TOKENIZERS.get(name)
-    if split is None:
-        raise ModelError(
-            f"GGUF tokenizer.ggml.pre={name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}"
-        )
+    split = split_of(metadata.get("tokenizer.ggml.pre"))
     merges = _listed_merges(_required(metadata, "merges"), vocabulary)
     backend = Backend(BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=split.whole_words))
     if split.nfc:
