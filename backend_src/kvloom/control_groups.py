@@ -1,4 +1,4 @@
-"""Finds the control groups of this process, whose limits hold for it: a container's, a service's."""
+"""Finds the control groups whose limits apply to this process, such as a container's or a service's."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ V1, V2 = 1, 2
 
 
 def own_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """This process's group and the groups around it, of both versions of control groups: the limits of all hold.
+    """This process's group and the groups around it, in both versions of control groups. The limits of all apply.
 
     Args:
         controller: such as ``cpu`` or ``memory``.
@@ -38,7 +38,7 @@ def own_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, P
 
 
 def _mounted(mountinfo: str, controller: str | None) -> Iterator[tuple[str, str]]:
-    """What is mounted of a controller's hierarchy of version 1, or with None of version 2, and where."""
+    """The mounts of a controller's hierarchy of version 1, or with None of version 2: what is mounted, and where."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -48,5 +48,5 @@ def _mounted(mountinfo: str, controller: str | None) -> Iterator[tuple[str, str]
 
 
 def _plain(path: str) -> str:
-    """A path of mountinfo, which writes blanks and backslashes in octal."""
+    """A path from mountinfo, which has blanks and backslashes in octal."""
     return re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), path)

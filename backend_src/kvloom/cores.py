@@ -1,4 +1,4 @@
-"""Says how many cores this process may keep busy: what its CPU affinity and its CPU quota allow."""
+"""How many cores this process may use, by its CPU affinity and its CPU quota."""
 
 import os
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from kvloom.control_groups import V1, own_groups
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """How many cores may be used, and ``why`` not more, in words."""
+    """How many cores may be used, and why not more, in words."""
 
     count: int
     why: str
 
 
 def usable_cores(root: Path = Path("/")) -> Cores:
-    """The cores that this process may run on, or fewer where a control group's CPU quota pays for fewer.
+    """The cores that this process may run on, or fewer if a control group's CPU quota allows fewer.
 
-    A quota of 1.5 CPUs counts as one core, and one below 1 as one, too. A thread more than the quota pays for makes the
-    kernel stop all threads for a part of every period, also those that receive requests and send answers, and a step
-    of several threads waits at every operation for one that was stopped in it.
+    A quota of 1.5 CPUs counts as one core; so does one below 1. With more threads than the quota allows, the kernel
+    stops all threads for a part of every period, including those that receive requests and send answers, and a step
+    waits at every operation for the threads that were stopped in it.
 
     Args:
         root: the folder that holds ``proc`` and the mount points of control groups.
@@ -34,7 +34,7 @@ def usable_cores(root: Path = Path("/")) -> Cores:
 
 
 def _quotas(root: Path) -> Iterator[tuple[float, Path]]:
-    """The quotas in CPUs that hold for this process, each with its control group."""
+    """The quotas in CPUs that apply to this process, each with its control group."""
     for version, group in own_groups("cpu", root):
         limit = _limit_v1(group) if version == V1 else _limit_v2(group)
         if limit is not None:

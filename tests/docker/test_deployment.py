@@ -259,6 +259,16 @@ def test_64_mib_of_shared_memory_are_enough_again_and_again(tiny):
     assert "LaunchError: shared memory: /dev/shm has 8.0 MiB free" in errors
 
 
+@pytest.mark.slow
+def test_a_full_shared_memory_ends_requests_and_no_server_for_long(tiny):
+    command = [sys.executable, "-m", "support.in_full_memory", str(tiny), "8"]
+    running = isolated(*command, namespaces=("--mount",), stderr=subprocess.PIPE, cwd=ROOT / "tests")
+    output, errors = running.communicate(timeout=400)
+    assert running.returncode == 0, errors
+    print(output)
+    assert "'ServerError'" in output and "'answer'" in output
+
+
 # the dashboard's queries, answered by a real Prometheus
 
 

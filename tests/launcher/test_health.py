@@ -3,11 +3,15 @@
 import http.client
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from kvloom.launcher import health
 from kvloom.launcher.health import HealthEndpoint
+from support.server import eventually
 
 
 class Endpoint:
@@ -81,3 +85,29 @@ def test_nothing_that_comes_prints_a_traceback(endpoint, capfd):
     assert endpoint.ask("GET", "/health/ready") == (200, b"ready\n")
     endpoint.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_peers_that_say_nothing_take_no_threads_from_others(endpoint, monkeypatch, capfd):
+    monkeypatch.setattr(health, "CONNECTION_S", 600.0)
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) for _ in range(300)]
+    for connection in silent[::2]:
+        connection.sendall(b"GET /health/rea")
+    assert endpoint.ask("GET", "/health/ready") == (200, b"ready\n")
+    # the oldest have been cut off; their threads end
+    assert silent[0].recv(1) == b""
+    eventually(lambda: threading.active_count() - before <= health.MAX_CONNECTIONS)
+    for connection in silent:
+        connection.close()
+    endpoint.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_is_cut_off(endpoint, monkeypatch):
+    monkeypatch.setattr(health, "CONNECTION_S", 0.5)
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for byte in b"GET /health/ready?" + b"x" * 600:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.05)
+    assert endpoint.ask("GET", "/health/ready") == (200, b"ready\n")

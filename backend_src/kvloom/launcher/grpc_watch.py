@@ -1,4 +1,4 @@
-"""Asks a server's gRPC endpoint for signs of life: it can hang while the HTTP endpoint and the engine work."""
+"""Pings a server over gRPC. The gRPC endpoint can hang while the HTTP endpoint and the engine work."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,23 +6,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from kvloom_client import AnswerTimeout, Client, RequestFailed, TransportError
 
 PERIOD_S = 1.0
-"""Seconds between two pings; one costs about 3 ms of processor time."""
+"""Seconds between two pings. A ping takes about 3 ms of CPU time."""
 
 TIMEOUT_S = 3.0
 LATER_S = 1.0
 FAILURES = 3
-"""After so many in a row the endpoint counts as hung: Triton may lose a single request."""
+"""Failed pings in a row after which the endpoint counts as hung. Triton may lose a single request."""
 
 
 class GrpcWatch:
-    """Pings the engine over gRPC, on a new connection each time, as a new client does.
+    """Pings the engine over gRPC, with a new connection each time, like a new client.
 
-    A ping that is not answered in time says nothing as long as the engine is in a long step. So it counts as a failure
-    only if meanwhile a later ping was answered over HTTP.
+    During a long step no ping is answered in time, so that a timeout counts as a failure only if a later ping was
+    answered over HTTP.
     """
 
     def __init__(self, url: str):
-        """Nothing is asked yet.
+        """Prepare. The first ``look`` sends the first ping.
 
         Args:
             url: ``host:port`` of Triton's gRPC endpoint.
@@ -35,13 +35,13 @@ class GrpcWatch:
         self._said = ""
 
     def look(self, answered_over_http: float) -> str | None:
-        """Take the answer that has come, ask again when it is time; never waits.
+        """Take the answer if it has come, and send the next ping when it is due. Does not block.
 
         Args:
-            answered_over_http: when the last ping was sent that has been answered over HTTP.
+            answered_over_http: when the last ping that was answered over HTTP was sent.
 
         Returns:
-            What is wrong with the endpoint; None as long as it works, and as long as nobody knows.
+            The problem of the endpoint; None if it works, or if that is not known yet.
         """
         now = time.monotonic()
         if self._asked is not None and self._asked.done():
@@ -59,7 +59,7 @@ class GrpcWatch:
         return f"the gRPC endpoint does not work: {FAILURES} pings in a row failed; the last one: {self._said}"
 
     def close(self) -> None:
-        """Ask no more; waits for the question on its way."""
+        """Stop, and wait for the current ping."""
         self._pool.shutdown()
 
     def _ask(self) -> TransportError | None:
@@ -67,7 +67,7 @@ class GrpcWatch:
             with Client(self._url) as client:
                 client.control("ping", timeout=TIMEOUT_S)
         except RequestFailed:
-            pass  # an answer, too: what is wrong with the engine its heartbeat finds out
+            pass  # also an answer; the heartbeat finds out what is wrong with the engine
         except TransportError as failure:
             return failure
         return None
