@@ -74,7 +74,8 @@ def main() -> None:
         serving.process.terminate()
         _, errors = serving.process.communicate(timeout=120)
         assert serving.process.returncode == 0, errors
-        assert "Traceback" not in errors, errors
+        # of a restart the end of the server's log is told, where a model's traceback may stand
+        assert "Traceback" not in errors.replace("  | Traceback", ""), errors
     print("fine", dict(ends), f"{errors.count('kvloom: serving again')} restarts")
 
 
