@@ -192,6 +192,7 @@ def test_as_first_process_with_64_mib_of_shared_memory_until_sigterm(tiny):
         serving.communicate()
 
 
+@pytest.mark.slow
 def test_tritonserver_serves_the_repository_without_the_launcher(tmp_path):
     with bare_server(tmp_path) as (http_url, grpc_url), Client(grpc_url) as client, HttpClient(http_url) as http:
         for endpoint in (client, http):

@@ -278,6 +278,7 @@ def test_a_killed_tritonserver_comes_back(serving):
     assert set(ends) == {"ConnectionFailed"}
 
 
+@pytest.mark.slow
 def test_a_stuck_engine_is_noticed_and_replaced(serving):
     said = f"no step has finished for {STUCK_S} s (setting stuck_after_s)"
     ends = strike(serving, lambda footprint: stubs_of(footprint.group)["llm"].pid, signal.SIGSTOP, STUCK_S + 3, said)

@@ -204,7 +204,7 @@ def _hf_name(gguf_name: str) -> str:
     return f"model.layers.{layer}.{parts[part]}.weight"
 
 
-@pytest.mark.parametrize("kind", ["gguf", "folder"])
+@pytest.mark.parametrize("kind", [pytest.param("gguf", marks=pytest.mark.slow), "folder"])
 def test_default_model(default, kind):
     decoder = open_decoder(default_model() if kind == "gguf" else default.folder)
     check_all_ways(decoder, default)

@@ -41,6 +41,7 @@ def test_k08_the_plan_counts_what_is_served(folder):
     assert whole.weights - longer.weights == (LONG - SERVED) * spec.head_dim * 4
 
 
+@pytest.mark.slow
 def test_k08_memory_is_that_of_the_positions_that_are_served(folder):
     def peak(context: int) -> int:
         """Most bytes of a process that has built the engine."""

@@ -19,6 +19,8 @@ from kvloom_client import Client
 from support.server import eventually, metrics
 from support.tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPT, MORE = list(range(40, 60)), [70, 71, 72]
 SETTINGS = {"weights": "fp32", "threads": "1", "block_size": "16", "kv_blocks": "256", "conversation_idle_s": "2"}
 DOORS = {"llm": "generate", "second-llm": "second-generate"}
