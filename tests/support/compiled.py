@@ -48,8 +48,13 @@ def apply_options(config: pytest.Config) -> None:
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def use_compiled(machine: str = "native") -> None:
-    """Let the ops use C++. Skips the test if the compiler is hidden."""
+def skip_without_compiler() -> None:
+    """Skip the test if the compiler is hidden."""
     if _hidden:
         pytest.skip("the compiler is hidden")
+
+
+def use_compiled(machine: str = "native") -> None:
+    """Let the ops use C++. Skips the test if the compiler is hidden."""
+    skip_without_compiler()
     assert use_native(cache_folder("ops"), machine), "there is no compiler"
